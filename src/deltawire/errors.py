@@ -214,8 +214,8 @@ class UnquantisableWeight(TensorError):
     """A recipe cannot quantise a weight: its shape, its type or its layer does not allow it."""
 
     hint = (
-        "Choose another recipe, or add the layer to the patterns in `ignore`, so that it is published as it is: "
-        "Recipe.parse(…, ignore=[…]) in Python."
+        "Choose another recipe, or leave the layer as it is: pass Recipe.parse(…, ignore=[*DEFAULT_IGNORE, the layer]) as the recipe, or "
+        "--ignore on the command line."
     )
 
 

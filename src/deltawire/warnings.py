@@ -8,6 +8,7 @@
         ├── AttachmentLeftOut   a file of a version has the name of a mirror's own record, so mirrors leave it out
         ├── NonFinitePublished  NaN or infinite weights are published
         ├── QuantizationConfigMissing  weights are quantised, and no config.json tells engines how
+        ├── NothingQuantised    a recipe is given, and none of the weights is quantised
         ├── RecipeChanged       a version is quantised by another recipe than the version before
         ├── LayoutChanged       a version has other tensors than the version before, as if it were another model
         ├── StepWentBack        a version has a lower step than the version before, as if training had begun again
@@ -67,6 +68,12 @@ class QuantizationConfigMissing(DeltawireWarning):
     """The weights are quantised, and no config.json is published that tells engines how."""
 
     event = "quantization-config-missing"
+
+
+class NothingQuantised(DeltawireWarning):
+    """A recipe is given, and it quantises none of the weights, so all of them are published in their own precision."""
+
+    event = "nothing-quantised"
 
 
 class RecipeChanged(DeltawireWarning):

@@ -160,8 +160,15 @@ def test_weights_are_quantised_on_request(tmp_path: Path) -> None:
     assert_same(load_checkpoint(tmp_path / "out"), quantise_state(weights[1], "fp8-block", before))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["torch_dtype"], config["quantization_config"]["weight_block_size"]) == ("bfloat16", [128, 128])
-    for wrong in (["--quantise", "fp7"], ["--quantise", "int4", "--allow-nonfinite"]):
-        assert run("publish", folders[0], tmp_path / "new", *wrong).returncode == 2
+    wrong = [["--quantise", "fp7"], ["--quantise", "int4", "--allow-nonfinite"], ["--ignore", "a"]]
+    for usage in [*wrong, *(["--quantise", "int4", "--ignore", pattern] for pattern in ("re:(", "re:a\tb", "a" * 9000))]:
+        done = run("publish", folders[0], tmp_path / "new", *usage)
+        assert (done.returncode, usage[-2] in done.stderr or usage[-1] in done.stderr) == (2, True)
+    planned = succeed("publish", folders[0], tmp_path / "new", "--quantise", "int4", "--ignore", "re:.*q_proj$", "--dry-run")
+    [warning] = planned["warnings"]
+    assert "none of these weights" in warning
+    assert "'a.q_proj.weight', because the pattern 're:.*q_proj$' matches its layer; 'norm.weight', because it has 1 dim" in warning
+    assert planned["bytes"] == 2 * (40 * 64 + 9)
     save_file({"a.q_proj.weight": np.ones((4, 33), np.float32)}, tmp_path / "odd.safetensors")
     fail("publish", tmp_path / "odd.safetensors", tmp_path / "new", "--quantise", "int4", kind="UnquantisableWeight")
     refused = fail("publish", tmp_path / "out", tmp_path / "new", "--quantise", "fp8-block", kind="UnquantisableWeight")

@@ -27,6 +27,7 @@ from ..publish.attachments.read_files import read_attachments
 from ..publish.quantising import QuantisedConfig, Quantising, quantise
 from ..publish.resume import read_table
 from ..publish.upload.segments import TensorTable
+from ..quantise.recipe import Recipe
 from ..store.occupancy import refuse_occupied
 from ..tensors.state import state_digest
 
@@ -64,14 +65,15 @@ class PublishedForm:
     state
         The checkpoint.
     recipe
-        The spelling of the recipe; None publishes the weights as they are.
+        The recipe; None publishes the weights as they are.
     """
 
-    def __init__(self, state: Checkpoint, recipe: str | None) -> None:
+    def __init__(self, state: Checkpoint, recipe: Recipe | None) -> None:
         self.state = state
         self._quantising = None if recipe is None else Quantising(recipe, None)
-        self._layout = None if self._quantising is None else self._quantising.layout_of(state)
-        self.table = TensorTable.of(state) if self._quantising is None or self._layout is None else self._quantising.table_of(self._layout)
+        self.layout = None if self._quantising is None else self._quantising.layout_of(state)
+        """What the recipe makes of the weights; None if they are not quantised."""
+        self.table = TensorTable.of(state) if self._quantising is None or self.layout is None else self._quantising.table_of(self.layout)
         """The names, types and shapes of the published tensors."""
 
     @property
@@ -81,19 +83,19 @@ class PublishedForm:
 
     def files(self, attached: Mapping[str, bytes | Path] | None) -> dict[str, bytes | Path] | None:
         """Return the files to publish with the weights. The checkpoint's own layout of weights does not fit quantised ones."""
-        if attached is None or self._layout is None or self._quantising is None:
+        if attached is None or self.layout is None or self._quantising is None:
             return None if attached is None else dict(attached)
         found = {name: content for name, content in attached.items() if name != LAYOUT_FILE}
         if CONFIG in found:
             config = read_attachments({CONFIG: found[CONFIG]}) or {}
-            found |= QuantisedConfig(self._quantising, None).written_into(config, self._layout)
+            found |= QuantisedConfig(self._quantising, None).written_into(config, self.layout)
         return found
 
     def weights(self, before: State | None, recipe_before: RecipeRecord | None) -> State:
         """Return the published tensors. Those of the version before, and its recipe, give the scales."""
-        if self._layout is None:
+        if self.layout is None:
             return self.state
-        return quantise(self._layout, self.table.names, self.state, before if continues(self.record, recipe_before) else None)
+        return quantise(self.layout, self.table.names, self.state, before if continues(self.record, recipe_before) else None)
 
 
 def refuse_above_limits(log: ChainLog, table: TensorTable) -> None:
@@ -149,6 +151,9 @@ def forecast(
     on_event
         Gets the events of reading the version back, and the warnings that the publisher would give.
     """
+    advice = Advice(on_event, has_dtype=True, refuse_nonfinite=False)
+    if form.layout is not None:
+        advice.check_quantised(form.layout)
     newest = newest_or_none(log)
     if newest is None:
         refuse_occupied(log.store)
@@ -157,7 +162,6 @@ def forecast(
     is_rewound = base.seq != newest.seq
     files = changed_files(log, base, attached)
     version = newest.updates + (2 if is_rewound else 1)
-    advice = Advice(on_event, has_dtype=True, refuse_nonfinite=False)
     advice.follows(None, None if is_rewound else base.step)
     advice.check_step(step)
     advice.follows_recipe(base.recipe)

@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from ..format.checkpoints.checkpoint import Checkpoint
+    from ..quantise.recipe import Recipe
     from ..tensors.bits import State
 
 
@@ -20,13 +21,25 @@ def check_step(step: int | None) -> int | None:
     return step
 
 
-def check_recipe(recipe: str | None) -> str | None:
-    """Return the recipe. Raise an error about wrong usage if there is none of this name."""
-    if recipe is not None:
-        from ..quantise.recipe import SPELLINGS
+def parse_recipe(spelling: str | None, ignore: Sequence[str], *, allows_nonfinite: bool) -> Recipe | None:
+    """Return the recipe that the options ask for; None if weights are not quantised. Anything else is wrong usage."""
+    if spelling is None:
+        if ignore:
+            raise typer.BadParameter("it names layers that are not quantised, so it needs --quantise.", param_hint="--ignore")
+        return None
+    from ..errors import LimitExceeded
+    from ..publish.quantising import record_of
+    from ..quantise.recipe import DEFAULT_IGNORE, SPELLINGS, Recipe
 
-        if recipe not in SPELLINGS:
-            raise typer.BadParameter(f"there is no recipe {recipe!r}. Choose one of {', '.join(SPELLINGS)}.")
+    if spelling not in SPELLINGS:
+        raise typer.BadParameter(f"there is no recipe {spelling!r}. Choose one of {', '.join(SPELLINGS)}.", param_hint="--quantise")
+    if allows_nonfinite:
+        raise typer.BadParameter("weights that are NaN or infinite cannot be quantised.", param_hint="--allow-nonfinite")
+    try:
+        recipe = Recipe.parse(spelling, ignore=(*DEFAULT_IGNORE, *ignore))
+        record_of(recipe)
+    except (ValueError, LimitExceeded) as error:
+        raise typer.BadParameter(f"{error}" if str(error).endswith(".") else f"{error}.", param_hint="--ignore") from None
     return recipe
 
 

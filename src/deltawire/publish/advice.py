@@ -14,13 +14,17 @@ from ..dtypes import DType
 from ..errors import NonFiniteWeights
 from ..events import OnEvent
 from ..format.records.record_parts import RecipeRecord
+from ..quantise.kept_weights import largest_kept
+from ..quantise.layout import QuantisedLayout
 from ..tensors.bits import State
 from ..tensors.finite import count_nonfinite
 from ..warnings import (
     AttachmentsMissing,
+    DeltawireWarning,
     DenseUpdates,
     LayoutChanged,
     NonFinitePublished,
+    NothingQuantised,
     QuantizationConfigMissing,
     RecipeChanged,
     StepWentBack,
@@ -57,6 +61,7 @@ class Advice:
         self._refuses = refuse_nonfinite
         self._threads = threads
         self._is_new = True
+        self._given: set[type[DeltawireWarning]] = set()
         self._known_bad: set[str] = set()
         self._last: TensorTable | None = None
         self._dense = 0
@@ -113,7 +118,7 @@ class Advice:
 
     def check_quantization_config(self, *, is_published: bool) -> None:
         """Warn if quantised weights are published without a config.json."""
-        if is_published or not self._is_new:
+        if is_published or not self._is_first(QuantizationConfigMissing):
             return
         warn(
             QuantizationConfigMissing,
@@ -122,6 +127,28 @@ class Advice:
             "publish the checkpoint's directory instead of one file.",
             self._on_event,
         )
+
+    def check_quantised(self, layout: QuantisedLayout, *, may_raise: bool = True) -> None:
+        """Warn if a recipe quantises none of the weights."""
+        if layout.weights or not self._is_first(NothingQuantised):
+            return
+        kept = largest_kept(layout, _MOST_NAMES)
+        reasons = "; ".join(f"{name!r}, because {reason}" for name, reason in kept)
+        warn(
+            NothingQuantised,
+            f"recipe {layout.recipe} quantises none of these weights, so they are not smaller than without it. Not quantised: {reasons}. "
+            "Recipes quantise weights of two dimensions whose names end in .weight, and the experts of a layer in one tensor.",
+            self._on_event,
+            may_raise=may_raise,
+            recipe=str(layout.recipe),
+            tensors=len(layout.specs),
+        )
+
+    def _is_first(self, category: type[DeltawireWarning]) -> bool:
+        """Tell whether a warning has not been given yet, and note that it is given now."""
+        is_first = category not in self._given
+        self._given.add(category)
+        return is_first
 
     def check_layout(self, table: TensorTable, *, may_raise: bool = True) -> None:
         """Warn if the next version has other tensors than the one that it follows."""
@@ -134,7 +161,8 @@ class Advice:
             "this state has other tensors than the version before: "
             f"{'; '.join(f'{len(names)} {how} ({_listed(names)})' for how, names in told if names)}. It is published as a full checkpoint, "
             "which every reader of this run loads. If it is another model, or a part of one, stop, and publish it as a new run at another "
-            "URL. The version before is still in the chain: resume_from_seq goes back to it.",
+            "URL. The version before is still in the chain. To go back to it, pass resume_from_seq to the publisher, or --resume-from on "
+            "the command line.",
             self._on_event,
             may_raise=may_raise,
             added=len(added),
@@ -149,8 +177,8 @@ class Advice:
         warn(
             StepWentBack,
             f"step {step} is published after step {self._step}, so readers go back. If the trainer was started again, load its own "
-            "checkpoint first. To continue from an older version, pass resume_from_seq to the publisher. For new training, publish a new "
-            "run at another URL.",
+            "checkpoint first. To continue from an older version, pass resume_from_seq to the publisher, or --resume-from on the command "
+            "line. For new training, publish a new run at another URL.",
             self._on_event,
             step=step,
             newest_step=self._step,

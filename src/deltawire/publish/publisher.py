@@ -324,6 +324,7 @@ class Publisher:
         else:
             layout = quantising.layout_of(weights)
             table = quantising.table_of(layout)
+            self._advice.check_quantised(layout)
         strings = check_meta(meta)
         check_step(step)
         self._appender.check_limits(table)

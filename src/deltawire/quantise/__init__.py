@@ -1,9 +1,11 @@
 """Quantising weights before they are published, so that a delta holds exactly the bytes that engines serve (docs/quantise.md).
 
 recipe      what a recipe is: its name, options and release
+published_recipe  the recipe that made published tensors, without the patterns of the chain
 modules     which modules are quantised, and which of them engines join into one layer
 experts     the weights of all experts of a layer in one tensor
 layout      which published tensors a recipe makes of a model
+kept_weights  why a tensor is not quantised, for messages
 config      the `quantization_config` that engines read
 scales      fresh scales, and the rule by which previous ones stay
 reference   the definition of codes, in NumPy
@@ -18,9 +20,10 @@ from .dequantise import dequantise_state
 from .layout import Output, QuantisedLayout, QuantisedWeight, TensorSpec
 from .measure import QuantisationError, quantisation_error
 from .quantise import quantise_state
-from .recipe import Recipe
+from .recipe import DEFAULT_IGNORE, Recipe
 
 __all__ = [
+    "DEFAULT_IGNORE",
     "Output",
     "QuantisationError",
     "QuantisedLayout",

@@ -259,7 +259,7 @@ class QuantisedLayout:
         for quantised, kept in split_groups((weight.module for weight in self.weights), self.kept_modules):
             raise UnquantisableWeight(
                 f"layer {quantised!r} would be quantised, but {kept!r} would not, and engines join the two into one layer.",
-                hint="Change the patterns in `ignore`, so that they match both layers or neither.",
+                hint="Change the patterns (`ignore`, or --ignore on the command line), so that they match both layers or neither.",
             )
 
     def _add(self, output: Output) -> None:
@@ -295,10 +295,10 @@ class QuantisedLayout:
             fused = experts.FusedExperts.of(name, self.specs)
             if experts.has_biases(name, self.specs) and not self.is_gpt_oss:
                 raise UnquantisableWeight(f"weight {name!r} holds experts in the form of gpt-oss, which only recipe mxfp4 quantises.")
-            if self.is_gpt_oss:
-                found = [(name, 0, spec.shape[0] * fused.rows)]
-            else:
-                found = [part for part in fused.parts() if not patterns.match(part[0])]
+            found = [(name, 0, spec.shape[0] * fused.rows)] if self.is_gpt_oss else list(fused.parts())
+            if not self.is_gpt_oss and _ignores_experts(name, [part for part, _, _ in found], patterns):
+                self.kept_modules.append(module)
+                return []
             return [self._weight(part, name, spec, (first, rows, fused.columns), fused.is_transposed) for part, first, rows in found]
         return []
 
@@ -310,7 +310,7 @@ class QuantisedLayout:
         if spec.dtype.code not in _SOURCES:
             raise UnquantisableWeight(
                 f"weight {name!r} has elements of type {spec.dtype.name}; recipes quantise F32, BF16 and F16.",
-                hint="Convert the weight to F32, or add its layer to the patterns in `ignore` of the recipe.",
+                hint="Convert the weight to F32, or add its layer to the recipe's patterns: `ignore`, or --ignore on the command line.",
             )
         if not rows * columns:
             raise UnquantisableWeight(f"weight {name!r} has no elements.")
@@ -384,6 +384,17 @@ def _is_quantised(name: str, specs: Mapping[str, TensorSpec]) -> bool:
     if name.endswith(".weight") or experts.is_fused(name):
         return code in _FP8 or f"{name}_scale" in specs or f"{name}_scale_inv" in specs
     return name.endswith(".weight_packed") or experts.is_fused(name.removesuffix("_blocks"))
+
+
+def _ignores_experts(name: str, parts: list[str], patterns: ModulePatterns) -> bool:
+    """Tell whether patterns match the weights of all experts of a layer. Raise `UnquantisableWeight` if they match only some."""
+    ignored = [part for part in parts if patterns.match(part)]
+    if ignored and len(ignored) < len(parts):
+        raise UnquantisableWeight(
+            f"tensor {name!r} holds all experts of a layer, but the patterns in `ignore` match only some of them, such as {ignored[0]!r}.",
+            hint="Change the patterns (`ignore`, or --ignore on the command line), so that they match all experts of the layer or none.",
+        )
+    return bool(ignored)
 
 
 def _suffixes(recipe: Recipe, is_gpt_oss: bool) -> dict[Role, str]:

@@ -40,6 +40,12 @@ class ModulePatterns:
         self._names = frozenset(pattern for pattern in patterns if not pattern.startswith("re:"))
         self._expressions = [re.compile(pattern.removeprefix("re:")) for pattern in patterns if pattern.startswith("re:")]
 
+    def first(self, module: str) -> str | None:
+        """Return the first pattern that matches the name of a module. None if no pattern does."""
+        if module in self._names:
+            return module
+        return next((f"re:{expression.pattern}" for expression in self._expressions if expression.match(module)), None)
+
     def match(self, module: str) -> bool:
         """Tell whether one of the patterns matches the name of a module."""
         return module in self._names or any(expression.match(module) for expression in self._expressions)

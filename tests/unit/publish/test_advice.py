@@ -14,7 +14,15 @@ from deltawire.errors import NonFiniteWeights
 from deltawire.publish import Publisher
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
-from deltawire.warnings import AttachmentsMissing, DenseUpdates, LayoutChanged, NonFinitePublished, StepWentBack, WideWeights
+from deltawire.warnings import (
+    AttachmentsMissing,
+    DenseUpdates,
+    LayoutChanged,
+    NonFinitePublished,
+    NothingQuantised,
+    StepWentBack,
+    WideWeights,
+)
 
 BF16 = ml_dtypes.bfloat16
 CONFIG = {"config.json": b"{}"}
@@ -50,6 +58,27 @@ def test_float32_is_published_as_it_is_with_a_warning_that_names_the_remedy():
     with Subscriber(store, options=ReaderOptions(pin=False)) as subscriber:
         subscriber.sync()
         assert subscriber.state["w"].dtype == np.float32
+
+
+def test_a_recipe_that_quantises_nothing_is_named_once_with_the_reasons():
+    shapes = {"lm_head.weight": (64, 8), "model.embed": (32, 8), "x.weight": (4, 4, 4), "ids": (1,)}
+    state = {name: np.ones(shape, np.int32 if name == "ids" else BF16) for name, shape in shapes.items()}
+    events = []
+    with pytest.warns(NothingQuantised, match="recipe fp8-block quantises none of these weights") as caught:
+        publish(state, state, events=events, quantise="fp8-block", attachments=CONFIG)
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    assert r"'lm_head.weight', because the pattern 're:(.*\\.)?lm_head$' matches its layer; " in text
+    assert "'model.embed', because its name does not end in .weight; 'x.weight', because it has 3 dimensions, not 2." in text
+    assert [event.name for event in events].count("nothing-quantised") == 1
+
+
+def test_the_remedies_name_the_options_of_the_command_line_too():
+    for category, states, steps in ((LayoutChanged, [wide()[0], {"w": np.ones(3, BF16)}], (0, 1)), (StepWentBack, wide(2), (1, 0))):
+        with Publisher(MemoryStore(), dtype="bfloat16", attachments=CONFIG) as publisher:
+            publisher.publish(states[0], step=steps[0])
+            with pytest.warns(category, match="resume_from_seq to the publisher, or --resume-from on the command line"):
+                publisher.publish(states[1], step=steps[1])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", lambda name, tensor: None])

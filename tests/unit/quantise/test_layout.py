@@ -98,9 +98,19 @@ def test_experts_in_one_tensor_become_a_weight_for_each_expert():
         assert [len(group) for group in layout.groups.values()] == [2, 2, 1, 1]
     with pytest.raises(UnquantisableWeight, match="do not tell where"):
         QuantisedLayout.of("nvfp4", {f"{base}.gate_up_proj": (BF16, (2, 128, 96))})
-    kept = QuantisedLayout.of(Recipe.parse("nvfp4", ignore=["re:.*experts$"]), plain)
-    assert kept.outputs.keys() == plain.keys()
-    assert base in kept.quantization_config()["ignore"]
+    for ignore in ("re:.*experts$", r"re:.*experts\."):
+        kept = QuantisedLayout.of(Recipe.parse("nvfp4", ignore=[ignore]), plain)
+        assert kept.outputs.keys() == plain.keys()
+        assert base in kept.quantization_config()["ignore"]
+
+
+@pytest.mark.parametrize("ignore", [r"re:.*experts\.1\.", r"re:.*\.up_proj"])
+def test_patterns_that_match_only_some_experts_of_a_tensor_are_refused(ignore):
+    base = "model.layers.0.mlp.experts"
+    specs = {f"{base}.gate_up_proj": (BF16, (2, 128, 96)), f"{base}.down_proj": (BF16, (2, 96, 64))}
+    with pytest.raises(UnquantisableWeight, match=r"gate_up_proj' holds all experts .* only some of them, such as") as error:
+        QuantisedLayout.of(Recipe.parse("nvfp4", ignore=[ignore]), specs)
+    assert "all experts of the layer or none" in error.value.hint
 
 
 GPT_OSS = {

@@ -18,7 +18,7 @@ from ..output.event_notices import print_if_verbose
 from ..output.progress import transfer_bars
 from ..output.publish_report import Published, report_forecast, report_published, report_unchanged, warnings_of
 from ..process.exit_codes import exit_codes
-from ..publish_input import check_recipe, check_run, check_step, find_attachments, parse_meta, refuse_chain, refuse_nonfinite
+from ..publish_input import check_run, check_step, find_attachments, parse_meta, parse_recipe, refuse_chain, refuse_nonfinite
 from ..stores.opened import opened
 
 if TYPE_CHECKING:
@@ -86,7 +86,15 @@ def publish(
             metavar="RECIPE",
             help="Quantise the weights first: fp8-block, fp8-block-ue8m0, fp8-channel, fp8-tensor, nvfp4, mxfp4, int4 or int4-128.",
             show_default=False,
-            callback=check_recipe,
+        ),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ignore",
+            metavar="PATTERN",
+            help="With --quantise: do not quantise this layer either. A layer's name, or re: and a regular expression. May be repeated.",
+            show_default=False,
         ),
     ] = None,
     threads: ThreadsOption = None,
@@ -102,15 +110,14 @@ def publish(
     and subdirectories. If CKPT is a single file, the version keeps the files of the version before.
 
     With --quantise, the version holds what the recipe makes of the weights, with the scales of the version before as long as they fit.
-    Weights that the recipe leaves out become bfloat16.
+    Weights that the recipe leaves out become bfloat16: embeddings, norms, routers and the head, and layers that --ignore names.
     """
     # Wrong usage must be found before the run is taken over.
     strings = parse_meta(meta or [])
     check_run(run)
     if trust and sign is None:
         raise typer.BadParameter("it names further keys that may have signed the chain, so it needs --sign.", param_hint="--trust")
-    if quantise is not None and allow_nonfinite:
-        raise typer.BadParameter("weights that are NaN or infinite cannot be quantised.", param_hint="--allow-nonfinite")
+    recipe = parse_recipe(quantise, ignore or [], allows_nonfinite=allow_nonfinite)
     with exit_codes(json), transfer_bars(f"publish {checkpoint.name}", quiet=json or verbose) as bars:
         from ...chain.find import find_version
         from ...chain.version import Version
@@ -125,9 +132,9 @@ def publish(
         refuse_chain(checkpoint)
         state = Checkpoint(checkpoint)
         if not allow_nonfinite:
-            refuse_nonfinite(state, threads, is_quantised=quantise is not None)  # before the run is taken over
+            refuse_nonfinite(state, threads, is_quantised=recipe is not None)  # before the run is taken over
         attached, left_out = find_attachments(state)
-        form = PublishedForm(state, quantise)
+        form = PublishedForm(state, recipe)
         attached = form.files(attached)
         key = None if sign is None else load_signing_key(sign)
         options = WriterOptions(signing_key=key, trusted_keys=trust or (), threads=threads)
@@ -164,7 +171,7 @@ def publish(
                     store,
                     run,
                     attachments=attached,
-                    quantise=quantise,
+                    quantise=recipe,
                     resume_from_seq=None if base is None else base.seq,
                     starts_full=full,
                     options=options,

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from ..publish_check import Forecast
 
 _FILES_ONLY = "files only, no weights changed"
-_WARNINGS = ("wide-weights", "non-finite-published", "quantization-config-missing", "recipe-changed", "layout-changed", "step-went-back")
+_WARNINGS = (
+    "wide-weights",
+    "non-finite-published",
+    "quantization-config-missing",
+    "nothing-quantised",
+    "recipe-changed",
+    "layout-changed",
+    "step-went-back",
+)
 """The publisher's warnings that are printed."""
 
 

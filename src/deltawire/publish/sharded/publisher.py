@@ -222,6 +222,8 @@ class ShardedPublisher:
             if recipe is not None or self._advice.check_recipe(recipe, may_raise=False):
                 layout = None if self._quantised is None else self._quantised.layout
                 attachments = self._first.config.written_into(dict(attachments or {}), layout)
+                if layout is not None:
+                    self._advice.check_quantised(layout, may_raise=False)
             if recipe is not None:
                 self._advice.check_recipe(recipe, may_raise=False)
                 self._advice.check_quantization_config(is_published=CONFIG in (attachments or {}))
