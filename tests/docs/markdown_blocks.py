@@ -21,7 +21,6 @@ LANGUAGES = ("python", "sh", "json", "text")
 REASONS = {
     "it installs packages": "tests do not change the environment that they run in",
     "it needs a CUDA GPU": "CI has none",
-    "it needs a Ray cluster": "the Ray lane of the tests starts one",
     "it runs for minutes": "CI would take too long",
 }
 """The reasons for which a block may not be run, and what each means."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,10 @@ from deltawire.fleet.supervision import PermanentFailure
 from deltawire.rl.member import MemberOptions
 from deltawire.rl.ray_members import RayCluster
 from deltawire.store import open_store
+
+sys.path.insert(0, str(HERE.parent / "docs"))
+
+from markdown_blocks import ROOT, blocks
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # deltawire does not cause Ray's warnings
@@ -217,3 +222,30 @@ def test_a_member_that_no_node_has_room_for_says_so_and_leaves_at_once(tmp_path:
     assert "1 unicorn" in str(event.fields["reason"])
     member.leave()
     assert member.ending() == ""
+
+
+def test_the_command_and_the_program_on_the_page_of_fleets_run(
+    tmp_path: Path, run: SmallRun, connected: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.fleet.stop()  # the run is over, so members leave as soon as they have joined
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    command, program = (block.text for block in blocks(ROOT / "docs/fleet.md") if block.run_by == "tests/fleet/test_ray.py")
+    here = {"s3://bucket/run-7": str(tmp_path / "store"), "my_task:reward": "rewards_for_tests:length"}
+    passing = " ".join(f"--pass-env {name}" for name in ENVIRONMENT)
+    deltawire, *arguments = shlex.split(
+        replaced(command, {**here, "--ray 64": f"--ray 1 {passing}", "--gpus 1": "--gpus 0"}), comments=True
+    )
+    done = CliRunner().invoke(app, arguments)
+    assert (deltawire, done.exit_code) == ("deltawire", 0), done.output
+    exec(replaced(program, {**here, "range(64)": "range(1)", "gpus=1": f"cpus=0, environment={ENVIRONMENT}"}), {})
+    printed = capsys.readouterr().out
+    assert "name='joined'" in printed
+    assert "name='member-left'" in printed
+
+
+def replaced(text: str, substitutes: dict[str, str]) -> str:
+    for written, meant in substitutes.items():
+        assert written in text, f"the page does not say {written} any more"
+        text = text.replace(written, meant)
+    return text
