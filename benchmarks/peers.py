@@ -350,7 +350,7 @@ def _parts(hits: _Index, flat: _Index, ratio: int) -> _Index:
 
 
 def _skipped(positions: _Index, previous: int) -> _Index:
-    """How many elements lie between each position and the one before it."""
+    """The number of elements between each position and the one before it."""
     gaps = np.empty_like(positions)
     gaps[0] = positions[0] - previous
     np.subtract(positions[1:], positions[:-1], out=gaps[1:])

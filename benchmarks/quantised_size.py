@@ -20,7 +20,7 @@ RECIPES = ("fp8-block", "fp8-block-ue8m0", "fp8-channel", "fp8-tensor", "nvfp4",
 LARGE = ("fp8-block", "nvfp4", "mxfp4", "int4")
 _PEERS: tuple[Peer, ...] = (DenseXor(), GapXor(), Int32Value())
 _BITS_OF_A_SCALE = 40
-"""What the order-0 bound counts for each scale that changes."""
+"""The bits that the order-0 bound counts for each scale that changes."""
 
 _SIDE = 4096
 _DENSITY = 0.0108

@@ -23,7 +23,7 @@ _STATE_BITS = {
 
 @dataclass(frozen=True)
 class Density:
-    """What a step changes: the share of the weights, and the bits of the delta for each changed weight, scales and headers included."""
+    """The changes of a step: the share of the weights, and the bits of the delta for each changed weight, scales and headers included."""
 
     changed: float
     bits: float

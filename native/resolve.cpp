@@ -80,7 +80,7 @@ struct Resolution::Group {
     size_t first_unit = 0, end_unit = 0;
 };
 
-// What one thread resolves at a time: a chunk, or tiles that do not change.
+// The unit of work of one thread: a chunk, or tiles that do not change.
 struct Resolution::Unit {
     Group* group;
     Chunk chunk;

@@ -54,7 +54,7 @@ LANES: dict[str, list[str]] = {
 GRACE = 60.0
 """Seconds that an interrupted lane has to stop the processes that it started."""
 REPEATED = 200
-"""How many lines of a failed lane are printed again at the end."""
+"""The number of lines of a failed lane that are printed again at the end."""
 
 
 class Lane:

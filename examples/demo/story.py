@@ -177,7 +177,7 @@ class Story:
 
     @property
     def reduction(self) -> float:
-        """How many times smaller the deltas of all steps are than full weights at each step."""
+        """The size of full weights at each step, divided by the size of the deltas of all steps."""
         return sum(step.state_bytes for step in self.steps) / max(1, sum(step.bytes for step in self.steps))
 
     @property

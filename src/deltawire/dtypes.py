@@ -85,7 +85,7 @@ class PayloadType:
 
     @property
     def per_element(self) -> int:
-        """How many of these elements one element of the tensor holds."""
+        """The number of these elements in one element of the tensor."""
         return self.dtype.width // self.width
 
 

@@ -458,7 +458,7 @@ def never_misread(record, changed):
 
 
 def many_files(count):
-    """Return the files of a delta by so many ranks: one run of tensors, of which each covers a part."""
+    """Return the files of a delta by `ranks` ranks: one run of tensors, of which each covers a part."""
     folder = LISTED.folder
     hashes = [f"{number:064x}" for number in range(count)]
     return tuple(FileEntry(f"{folder}/{hash_}.safetensors", 50, 1, hash_, None, 0, 4) for hash_ in hashes)

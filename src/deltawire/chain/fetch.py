@@ -28,7 +28,7 @@ _WINDOW = 64 << 20
 _MANY, _SMALL = 64, 2 << 20
 """At least this many objects below this size on average count as many small ones."""
 _MORE_STREAMS = 8
-"""How many times as many small objects are fetched at the same time."""
+"""Small objects are fetched by this many times as many streams."""
 _SLICE = 0.1
 _Result = TypeVar("_Result")
 
@@ -47,7 +47,7 @@ class Fetcher:
     patience
         Seconds to wait for a missing object.
     streams
-        Most objects that `prefetch` fetches at the same time. Of many small objects, such as those of thousands of ranks, it fetches eight
+        Most objects that `prefetch` fetches at the same time. For small objects, such as those of thousands of ranks, it is eight
         times as many, because the time to the first byte counts then.
     budget
         About how many bytes `prefetch` keeps in memory.

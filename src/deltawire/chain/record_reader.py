@@ -1,6 +1,6 @@
 """Read single records of a chain from the store, and check each by itself.
 
-Whether commits fit together is the business of `deltawire.chain.log`. Commits are immutable and never deleted, so those that were read are
+`deltawire.chain.log` checks whether commits fit together. Commits are immutable and never deleted, so those that were read are
 kept in memory. An empty slot is never remembered, because it may be filled at any time.
 """
 

@@ -25,7 +25,7 @@ _MOST_TEXT = 4000
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an engine said about itself at `time` (seconds since 1970, by the reader's clock)."""
+    """The report of an engine about itself at `time` (seconds since 1970, by the reader's clock)."""
 
     reader: str
     state: str

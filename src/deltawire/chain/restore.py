@@ -282,7 +282,7 @@ def _name(edge: Edge) -> HopName:
 
 
 def _bears_out(edge: Edge, presumed: Edge) -> bool:
-    """Return whether an edge that was read is about as good as assumed. If not, it is worth planning again."""
+    """Return whether an edge that was read costs about as much as assumed. If not, planning again may find a better route."""
     return _name(edge) == _name(presumed) and edge.cost <= 2 * presumed.cost
 
 

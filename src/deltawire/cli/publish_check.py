@@ -56,7 +56,7 @@ class Forecast:
 
 
 class PublishedForm:
-    """What is published of a checkpoint: its weights as they are, or what a recipe makes of them.
+    """The tensors that are published for a checkpoint: its weights, or the codes and scales that a recipe makes.
 
     Raises a `TensorError` if the weights cannot be published.
 
@@ -72,7 +72,7 @@ class PublishedForm:
         self.state = state
         self._quantising = None if recipe is None else Quantising(recipe, None)
         self.layout = None if self._quantising is None else self._quantising.layout_of(state)
-        """What the recipe makes of the weights; None if they are not quantised."""
+        """The tensors that the recipe makes; None if the weights are not quantised."""
         self.table = TensorTable.of(state) if self._quantising is None or self.layout is None else self._quantising.table_of(self.layout)
         """The names, types and shapes of the published tensors."""
 

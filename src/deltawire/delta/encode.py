@@ -104,7 +104,7 @@ class _Pairs:
 
 @dataclass(slots=True)
 class _Work:
-    """What is to be encoded. The digests and numbers are those of tensors that are in no group."""
+    """The work of encoding a delta. The digests and numbers are those of tensors that are in no group."""
 
     codec: Codec
     groups: list[tuple[int, EncodeGroup]]

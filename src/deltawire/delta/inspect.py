@@ -1,4 +1,4 @@
-"""What a delta file says without the state it was made from, and which tensors of that state it changes."""
+"""Reads a delta file without the state that it was made from, and lists the tensors of such a state that it changes."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class PayloadFacts:
 
     @property
     def label(self) -> str:
-        """What the payload is for, in words."""
+        """The tensors that the payload is for, in words."""
         return f"all {self.dtype} tensors" if self.name is None else self.name
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaFacts:
-    """What a delta file says: its digests, its payloads, and how the set of tensors changes."""
+    """The contents of a delta file: its digests, its payloads, and how the set of tensors changes."""
 
     bytes: int
     before: Digest
@@ -73,7 +73,7 @@ class DeltaFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What a delta does to one tensor of its base. `elements` are 4-bit codes if the tensor has such codes packed in its own elements."""
+    """The changes of a delta to one tensor of its base. `elements` are 4-bit codes if the elements of the tensor hold such codes."""
 
     name: str
     dtype: str

@@ -1,4 +1,4 @@
-"""Which tensors of a state share memory, so that a write to one of them changes another."""
+"""Finds tensors of a state that share memory, so that a write to one of them changes another."""
 
 from __future__ import annotations
 

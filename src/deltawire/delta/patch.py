@@ -34,7 +34,7 @@ class TensorPatch:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedPatch:
-    """What a delta does to the state that it was made from, in absolute terms.
+    """The changes of a delta to the state that it was made from, in absolute terms.
 
     A tensor whose type or shape changes is in `removed` and in `added`.
     """

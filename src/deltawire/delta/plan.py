@@ -1,4 +1,4 @@
-"""What every plan has: a plan says which tensor of a state meets which bytes of a delta, and which memory is written."""
+"""The common part of all plans. A plan says which tensor of a state meets which bytes of a delta, and which memory is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What deltawire expects of an engine: it generates with weights, and takes new ones between two forward passes.
+"""The interface of engines. An engine generates with weights, and takes new ones between two forward passes.
 
 A swap has five steps. `SwapController` runs them in this order:
 
@@ -27,7 +27,7 @@ from ..subscribe.replica import Replica
 
 
 class KvCache(enum.Enum):
-    """What happens to keys and values that the old weights computed, when weights are swapped during a generation."""
+    """Says what happens to keys and values that the old weights computed, when weights are swapped during a generation."""
 
     KEEP = "keep"
     """Generation continues with them. This is fastest. A completion may be made by several versions, which `HotSwap.generation` names."""

@@ -1,4 +1,4 @@
-"""What a model can be trained on, according to the attachments of its weights."""
+"""Reads from the attachments of weights what their model can be trained on."""
 
 from __future__ import annotations
 

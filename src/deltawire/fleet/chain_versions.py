@@ -1,4 +1,4 @@
-"""Which versions a chain has, and which of them are in the history that leads to its head."""
+"""Finds out which versions a chain has, and which of them are in the history that leads to its head."""
 
 from __future__ import annotations
 

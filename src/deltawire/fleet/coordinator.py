@@ -130,7 +130,7 @@ class Coordinator:
 
     @property
     def rejected(self) -> Counter[Reason]:
-        """How many results were refused so far, by reason."""
+        """The number of results that were refused so far, by reason."""
         return Counter() if self._steps is None else Counter(self._steps.rejected)
 
     def members(self) -> list[MemberStatus]:
@@ -185,7 +185,7 @@ class Coordinator:
         for_step
             The training step.
         timeout
-            Seconds after which to raise `FleetTimeout`. Call it again to wait on. None waits for ever.
+            Seconds after which to raise `FleetTimeout`. Call it again to continue waiting. None waits for ever.
         stop
             Called while waiting. When it returns true, `FleetTimeout` is raised.
         """

@@ -1,4 +1,4 @@
-"""What an engine must offer so that a member of the fleet can make completions with it.
+"""The interface that an engine must offer so that a member of the fleet can make completions with it.
 
 `deltawire.rl.generation.TransformersGenerator` runs a model in this process; `deltawire.engines.vllm.generation.VllmGenerator` asks a
 server.

@@ -1,4 +1,4 @@
-"""What a member prints, line by line: as events, and kept in bounded memory until it is fetched."""
+"""The output of a member, line by line: as events, and kept in bounded memory until it is fetched."""
 
 from __future__ import annotations
 

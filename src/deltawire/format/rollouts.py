@@ -46,7 +46,7 @@ _NUMPY = {"I64": "<i8", "F64": "<f8", "I32": "<i4", "F32": "<f4", "U8": "u1"}
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """How much one file may hold. A parser needs memory for about twice `file_bytes`, whatever the file says."""
+    """The limits of one file. A parser needs memory for about twice `file_bytes`, whatever the file says."""
 
     file_bytes: int = 256 << 20
     prompts: int = 1 << 16
@@ -100,7 +100,7 @@ class Completion:
     rewards: tuple[float | None, ...]
     """Its rewards, in the order of `Rollouts.reward_names`; None for a reward that was not given."""
     spans: tuple[TokenSpan, ...]
-    """Which version made which tokens. The spans follow each other from the first token to the last."""
+    """Says which version made which tokens. The spans follow each other from the first token to the last."""
     finished: bool
     """Whether it ended by itself, and not at the limit of tokens."""
 
@@ -134,7 +134,7 @@ class Rollouts:
 
     @property
     def tokens(self) -> int:
-        """How many tokens the policy drew. Throughput counts these."""
+        """The number of tokens that the policy drew. Throughput counts these."""
         return sum(int(one.mask.sum()) for one in self.completions)
 
     def to_bytes(self) -> bytes:

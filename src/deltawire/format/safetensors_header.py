@@ -190,7 +190,7 @@ def _metadata(value: Any) -> dict[str, str] | None:
 
 
 def _sound_entry(fields: dict[str, Any]) -> PlainEntry | dict[str, Any]:
-    """What an entry says, if these are the fields of a sound one."""
+    """Return the entry of these fields, if they are sound."""
     if fields.keys() != _FIELDS:
         return fields
     try:

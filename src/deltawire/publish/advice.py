@@ -70,7 +70,7 @@ class Advice:
         self._recipe: tuple[RecipeRecord | None] | None = None
 
     def follows(self, table: TensorTable | None, step: int | None) -> None:
-        """Remember tensors and step of the version that the next one follows. What is None is not known, and stays as it was."""
+        """Remember tensors and step of the version that the next one follows. A value that is None is not known, and stays as it was."""
         self._table = table or self._table
         self._step = self._step if step is None else step
 

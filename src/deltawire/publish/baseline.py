@@ -61,7 +61,7 @@ class Baseline:
     ) -> None:
         self._threads = threads
         self._threads_beside = max(1, thread_count(threads) // 2)
-        """How many threads make shortcuts while the next version is encoded."""
+        """The number of threads that make shortcuts while the next version is encoded."""
         self._segment_bytes = segment_bytes
         self._lock = threading.Lock()
         self.replace(arrays, at, digest)

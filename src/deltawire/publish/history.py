@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..format.records.record_parts import CommitRef
 
 FAN = 4
-"""How many reverse deltas are composed to one of the next level."""
+"""The number of reverse deltas that are composed to one of the next level."""
 
 _SHARE, _LEAST = 4, 1 << 20
 

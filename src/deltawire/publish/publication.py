@@ -27,7 +27,7 @@ class Publication:
     recipe: RecipeRecord | None = None
     """How the published weights are quantised. None: not at all."""
     layout: QuantisedLayout | None = None
-    """What is published for `weights`, if they are still to be quantised."""
+    """The tensors that are published for `weights`, if they are still to be quantised."""
 
     @property
     def located(self) -> State:

@@ -32,7 +32,7 @@ _MOST_RECORD_BYTES = 8192
 
 
 class Quantising:
-    """What one publisher does to its states before it publishes them.
+    """Quantises the states of one publisher.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ from .snapshots import Arrays
 from .upload.segments import TensorTable
 
 MOST_READ = 256 << 20
-"""How many bytes of weights the first rank reads, to check them, before the ranks take a run over."""
+"""Most bytes of weights that the first rank reads, to check them, before the ranks take a run over."""
 
 
 @dataclass(frozen=True, slots=True)

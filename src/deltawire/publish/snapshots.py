@@ -29,7 +29,7 @@ SnapshotDevice: TypeAlias = Literal["host", "device"]
 
 
 _PIECE = 8 << 20
-"""How many bytes are copied from a GPU through pinned memory at a time."""
+"""The number of bytes that are copied from a GPU through pinned memory at a time."""
 
 
 def new_arrays(table: TensorTable, state: State, device: SnapshotDevice) -> Arrays:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .scales import Scales
 
 Role: TypeAlias = Literal["codes", "scale", "global_scale", "shape"]
-"""What a published tensor is for its weight."""
+"""The role of a published tensor for its weight."""
 
 KeptDType: TypeAlias = "DTypeLike | Callable[[str, TensorSpec], DTypeLike | None] | None"
 """The type of tensors that are not quantised: one type for all, or a function of a tensor's name and its type and shape."""
@@ -72,7 +72,7 @@ class Output(NamedTuple):
     weight: QuantisedWeight | None
     """The weight that it belongs to; None for a tensor that is not quantised."""
     role: Role | None
-    """What it is for its weight; None for a tensor that is not quantised."""
+    """Its role for its weight; None for a tensor that is not quantised."""
 
     def check(self, target: TensorBits) -> None:
         """Raise `DtypeMismatch` or `ShapeMismatch` if a tensor cannot hold this one.
@@ -89,7 +89,7 @@ class Output(NamedTuple):
 
 
 class QuantisedLayout:
-    """What a recipe makes of the tensors of a model: pure names, types and shapes.
+    """The tensors that a recipe makes of a model: pure names, types and shapes.
 
     Make one with `QuantisedLayout.of` or `QuantisedLayout.of_state`, which return the same object for equal arguments.
 
@@ -120,7 +120,7 @@ class QuantisedLayout:
         self._forms: dict[tuple[int, int, int, int], dict[Role, TensorSpec]] = {}
         """The types and shapes of outputs, by type, rows, columns and number of experts: most weights of a model are alike."""
         self.plans: dict[tuple[str, ...], Any] = {}
-        """What `quantise` works out for the names of outputs."""
+        """The plans of `quantise` for names of outputs."""
         self._plan()
 
     @classmethod

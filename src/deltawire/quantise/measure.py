@@ -1,4 +1,4 @@
-"""How much quantising changes the weights, and how much of that is due to scales that stayed."""
+"""Measures how much quantising changes the weights, and how much of that is due to scales that stayed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class QuantisationError:
     scales: int
     """The number of scales."""
     wider_scales: int
-    """How many of them are wider than fresh ones would be."""
+    """The number of them that are wider than fresh ones would be."""
     widest: float
-    """How many times as wide as a fresh scale the widest one is."""
+    """The width of the widest scale, as a multiple of a fresh one."""
 
 
 def quantisation_error(layout: QuantisedLayout, state: State, published: State) -> QuantisationError:

@@ -1,4 +1,4 @@
-"""Which modules are quantised, and which of them share a scale, by their names."""
+"""Decides by names which modules are quantised, and which of them share a scale."""
 
 from __future__ import annotations
 

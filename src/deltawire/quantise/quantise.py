@@ -119,7 +119,7 @@ def quantise_outputs(
 
 @dataclass
 class _Plan:
-    """What follows from the names of outputs."""
+    """A plan to quantise the outputs of some names."""
 
     weights: list[QuantisedWeight]
     whole: WholeWeights | None = None

@@ -14,7 +14,7 @@ RELEASES: Final = {"fp8-block": 1, "fp8-channel": 1, "fp8-tensor": 1, "nvfp4": 1
 """The release of each recipe. A release changes whenever the same weights would become other bytes."""
 
 SPELLINGS: Final = ("fp8-block", "fp8-block-ue8m0", "fp8-channel", "fp8-tensor", "nvfp4", "mxfp4", "int4", "int4-128")
-"""What `Recipe.parse` accepts."""
+"""The spellings that `Recipe.parse` accepts."""
 
 DEFAULT_IGNORE: Final = (
     "re:(.*\\.)?lm_head$",
@@ -34,7 +34,7 @@ RecipeLike: TypeAlias = "str | Recipe"
 
 
 class BlockShape(NamedTuple):
-    """How many rows and columns of a weight share a scale. None stands for all of them."""
+    """The numbers of rows and columns of a weight that share a scale. None stands for all of them."""
 
     rows: int | None
     columns: int | None

@@ -36,7 +36,7 @@ class RowShard:
 
 
 class ShardQuantiser(Protocol):
-    """What quantises shards: `HostShardQuantiser`, or `GpuQuantiser` for those on its GPU."""
+    """Quantises shards: `HostShardQuantiser`, or `GpuQuantiser` for those on its GPU."""
 
     def maxima_of(self, recipe: Recipe, shards: Sequence[RowShard]) -> list[Grid]:
         """Return the largest magnitude of each block that has elements in each shard.

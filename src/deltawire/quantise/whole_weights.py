@@ -37,7 +37,7 @@ _ITEMSIZES = np.array([4, 2, 2], np.int64)
 
 
 class TableQuantiser(Protocol):
-    """What quantises a table of weights: `NativeQuantiser` or `GpuQuantiser`."""
+    """Quantises a table of weights: `NativeQuantiser` or `GpuQuantiser`."""
 
     def quantise_weights(self, recipe: Recipe, weights: WeightTable) -> int | None: ...
 

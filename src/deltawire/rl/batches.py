@@ -28,19 +28,19 @@ class TrainingBatch:
     rewards: torch.Tensor
     advantages: torch.Tensor
     lag: float
-    """How many steps behind the newest possible weights the policy was, averaged over the tokens in `mask`."""
+    """The number of steps that the policy was behind the newest possible weights, averaged over the tokens in `mask`."""
     mixed: int
     """Completions that more than one version made."""
     reward_means: Mapping[str, float | None]
     """The mean of each reward over the completions that it scored, or None if it scored none."""
     lengths: torch.Tensor
-    """How many tokens of each completion the policy drew."""
+    """The number of tokens of each completion that the policy drew."""
     unfinished: float
     """The share of completions that were cut at the largest length."""
 
     @property
     def tokens(self) -> int:
-        """How many tokens are trained on."""
+        """The number of tokens that are trained on."""
         return int(self.mask.sum())
 
     def micro_batches(self, rows: int, device: torch.device) -> Iterator[TrainingBatch]:

@@ -199,7 +199,7 @@ class RayMember:
 
 
 _Answer: TypeAlias = tuple[int, list[Line], tuple[str, bool] | None]
-"""How many lines were dropped before these lines, the lines, and how the member ended.
+"""The number of lines that were dropped before these lines, the lines, and how the member ended.
 
 The last is None while there may be more output. Otherwise it has the reason ("" if the member left as it should), and whether the member
 would end again for it."""

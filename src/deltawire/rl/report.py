@@ -1,4 +1,4 @@
-"""What a trainer prints without `on_event`: one line per step, and one line per problem."""
+"""Prints the progress of a trainer without `on_event`: one line per step, and one line per problem."""
 
 from __future__ import annotations
 

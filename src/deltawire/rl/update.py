@@ -15,7 +15,7 @@ from .grpo import logprobs_and_entropy, token_logprobs
 from .settings import GrpoSettings
 
 _MEASURED = ("loss", "clip_ratio", "truncated_ratio", "importance", "mismatch_kl")
-"""What is measured for each batch, averaged over tokens."""
+"""The measurements of each batch, averaged over tokens."""
 
 
 class NotFinite(ArithmeticError):
@@ -24,7 +24,7 @@ class NotFinite(ArithmeticError):
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What an update measured, averaged over all tokens and iterations. `skipped` says why later iterations were skipped, if any were."""
+    """The measurements of an update, averaged over all tokens and iterations. `skipped` says why later iterations were skipped, if any."""
 
     measured: dict[str, float]
     skipped: str | None = None

@@ -128,7 +128,7 @@ def _remote(
 
 
 def _plain_http(endpoint: str | None, options: StoreOptions) -> bool:
-    """Whether to speak without encryption: on this machine, or where the user insists. `StoreError` for what is no address."""
+    """Return whether to use no encryption: on this machine, or if the user insists. Raises `StoreError` for an invalid address."""
     if endpoint is None:
         return False
     scheme, host = _scheme_and_host(endpoint)

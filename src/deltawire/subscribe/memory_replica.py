@@ -32,7 +32,7 @@ class MemoryReplica:
     weights
         The weights to keep up to date, such as those of an engine. None means new arrays.
     swap
-        Makes each prepared change, once. What it raises ends the move.
+        Makes each prepared change, once. An exception that it raises ends the move.
     threads
         Number of threads for decoding and digests. None means one per core.
     undo_bytes

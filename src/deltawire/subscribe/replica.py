@@ -1,4 +1,4 @@
-"""What a subscriber keeps up to date: a copy of the model at some version."""
+"""The replica that a subscriber keeps up to date: a copy of the model at some version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica needs for one sync: the chain, routes through it, and fetchers."""
+"""The context of one sync: the chain, routes through it, and fetchers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """States of many tensors in columns, so that Python does little for each tensor.
 
-Models have up to 100,000 tensors. What follows from names, types and shapes is worked out once and kept (`Layout`). A state of plain
+Models have up to 100,000 tensors. Facts that follow from names, types and shapes are worked out once and kept (`Layout`). A state of plain
 arrays, or of plain torch tensors on a GPU, is then read in a few passes over all of them (`Columns`).
 """
 
@@ -34,7 +34,7 @@ _MOST_KEPT = 1 << 19
 
 @dataclass(frozen=True)
 class Layout:
-    """What follows from the names, types and shapes of tensors, in the order of names. Equal layouts are the same object while kept."""
+    """Facts about the names, types and shapes of tensors, in the order of names. Equal layouts are the same object while kept."""
 
     names: list[str]
     dtypes: list[DType]

@@ -1,4 +1,4 @@
-"""What deltawire asks of torch about a tensor. torch is used only if the caller has imported it."""
+"""The questions of deltawire to torch about a tensor. torch is used only if the caller has imported it."""
 
 from __future__ import annotations
 

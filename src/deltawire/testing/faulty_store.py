@@ -49,7 +49,7 @@ class Before:
     kind: Failure
     """How it fails: "crash" (the process dies), "unknown", "unavailable" or "full"."""
     times: int | None = 1
-    """How many times the fault happens; None means always."""
+    """The number of times that the fault happens; None means always."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class After:
     kind: Failure
     """How it fails: "crash" (the process dies), "unknown", "unavailable" or "full"."""
     times: int | None = 1
-    """How many times the fault happens; None means always."""
+    """The number of times that the fault happens; None means always."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,11 @@ class Reading:
     when: When
     """The number of a call, counted from 0, or a condition such as `call(...)`."""
     kind: Lie
-    """What is wrong. "missing": the object seems not to exist, or the listing is empty. "stale": the answer is that of the time of
+    """The kind of the fault. "missing": the object seems not to exist, or the listing is empty. "stale": the answer is that of the time of
     `FaultyStore.remember`. "flip": one bit is wrong. "truncate": the object is too short. Listings can be "missing" or "stale".
     """
     times: int | None = 1
-    """How many times the fault happens; None means always."""
+    """The number of times that the fault happens; None means always."""
 
 
 Fault: TypeAlias = Before | After | Reading

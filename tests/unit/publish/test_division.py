@@ -15,7 +15,7 @@ from deltawire.publish.sharded.ranges import divide_tensor
 
 
 class Recorded:
-    """One of many ranks. What the others would send is computed from their layouts."""
+    """One of many ranks. The messages of the others are computed from their layouts."""
 
     def __init__(self, rank, layouts):
         self.rank, self.size = rank, len(layouts)

@@ -59,7 +59,7 @@ class Garbage:
     shortcuts: tuple[ObjectInfo, ...]
     data: tuple[ObjectInfo, ...]
     kept: int
-    """How many data objects stay."""
+    """The number of data objects that stay."""
 
     @property
     def bytes(self) -> int:
@@ -144,7 +144,7 @@ class _Kept:
 
 
 class _Committed:
-    """The data objects of commits at or below the floor. What no commit uses may belong to a writer that is about to commit it."""
+    """The data objects of commits at or below the floor. Objects that no commit uses may belong to a writer that will commit them."""
 
     def __init__(self, log: ChainLog, floor: int) -> None:
         self._log = log

@@ -79,7 +79,7 @@ def gc(
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What was collected, or would be, and the pins that prevent more."""
+    """The objects that were collected, or would be, and the pins that prevent more."""
 
     url: str
     dry_run: bool

@@ -1,4 +1,4 @@
-"""What `deltawire publish` prints at its end."""
+"""Prints the result of `deltawire publish`."""
 
 from __future__ import annotations
 

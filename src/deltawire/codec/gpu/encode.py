@@ -29,8 +29,8 @@ _LEAST_BODIES = 1 << 19
 """The least number of words for encoded bodies. There is more room if a single block needs it."""
 
 _PLAN_SHARE = 0.005
-"""The share that the working memory of encoding thread blocks may take. Each processor has two of them, and at least one. Of 4-bit elements
-few change, so half as many are enough."""
+"""The share that the working memory of encoding thread blocks may take. Each processor has two of them, and at least one. Few 4-bit
+elements change, so half as many are enough."""
 
 _FULL = 0.93
 """The share of the list that a slab should fill, according to the density of the slab before it."""

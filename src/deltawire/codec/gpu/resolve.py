@@ -84,7 +84,7 @@ class _Targets(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What resolving found, by tensor: the number of changed elements, and the word sums before and after."""
+    """The results of resolving, by tensor: the number of changed elements, and the word sums before and after."""
 
     changed: Numbers
     before: Sums

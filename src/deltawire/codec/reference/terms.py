@@ -19,7 +19,7 @@ ONE = np.uint64(1)
 
 
 class Layout(Protocol):
-    """What a coded chunk depends on: a `DType` or a `PayloadType`."""
+    """The type of elements: a `DType` or a `PayloadType`."""
 
     @property
     def width(self) -> int: ...

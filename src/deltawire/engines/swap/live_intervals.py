@@ -1,4 +1,4 @@
-"""Which version was live when. Completions are attributed to the weights that made them by these intervals."""
+"""Records which version was live at which time. Completions are attributed to the weights that made them by these intervals."""
 
 from __future__ import annotations
 

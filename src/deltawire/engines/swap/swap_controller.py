@@ -26,7 +26,7 @@ class Pausable(Protocol):
 
 
 class SwapState(enum.Enum):
-    """What an engine does at the moment."""
+    """The present state of an engine."""
 
     SERVING = "serving"
     """It generates with the weights of one version."""

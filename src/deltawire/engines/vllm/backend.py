@@ -114,7 +114,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._last: dict[str, float] = {}
         _add_rpc_methods()
 
-    # What vLLM calls
+    # Methods that vLLM calls
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Set where versions come from. The same settings again change nothing. Other settings make the next update load everything."""

@@ -12,7 +12,7 @@ from ...errors import EngineError, EngineUnavailable
 from ..http_session import HttpSession, NoAnswer, PendingAnswer, http_session
 
 PauseMode = Literal["keep", "wait", "abort"]
-"""What happens to requests in progress: "keep" continues them after the pause, "wait" finishes them first, "abort" ends them."""
+"""Says what happens to requests in progress: "keep" continues them after the pause, "wait" finishes them first, "abort" ends them."""
 
 _PROMPT, _PATIENT = 60.0, 600.0
 """Seconds to wait for an answer that needs no work, which a busy machine may still take long for, and for one that does."""

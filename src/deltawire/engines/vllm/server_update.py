@@ -11,7 +11,7 @@ from ..base import KvCache
 from .routes import PauseMode, RouteFailed, VllmRoutes
 
 WorkerStatus = dict[str, Any]
-"""What `DeltaWireBackend.status` returns for one worker."""
+"""The result of `DeltaWireBackend.status` for one worker."""
 
 
 class PausableServer:

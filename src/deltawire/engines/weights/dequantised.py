@@ -237,7 +237,7 @@ class DequantisedUpdate:
         self._host: list[tuple[Arrays, ResolvedPatch, ResolvedPatch]] = []
         self._staged: dict[str, StagedPatch] = {}
         self._differences: dict[str, Digest] = {}
-        """What the update adds to the digest of each of the module's tensors."""
+        """The numbers that the update adds to the digest of each of the module's tensors."""
         self.nbytes = 0
         self.is_applied = False
 

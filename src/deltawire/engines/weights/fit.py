@@ -1,4 +1,4 @@
-"""Whether a module can hold the weights of a chain."""
+"""Checks whether a module can hold the weights of a chain."""
 
 from __future__ import annotations
 

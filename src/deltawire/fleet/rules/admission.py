@@ -1,4 +1,4 @@
-"""Which results the trainer accepts. A result is judged only by what was read.
+"""Decides which results the trainer accepts. A result is judged only by what was read.
 
 The first valid result of a task is accepted. Every other result is refused for one of these reasons:
 
@@ -49,7 +49,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a task asks for.
+    """The demands of a task.
 
     Parameters
     ----------

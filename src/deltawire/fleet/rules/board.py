@@ -1,4 +1,4 @@
-"""What the board says: which task is offered to which member, given leases, results, heartbeats and shares of the work."""
+"""Makes the board: which task is offered to which member, given leases, results, heartbeats and shares of the work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether all members have left because of errors, so that the trainer waits in vain."""
+"""Decides whether all members have left because of errors, so that no member will do the work that the trainer waits for."""
 
 from __future__ import annotations
 

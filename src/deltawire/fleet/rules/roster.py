@@ -1,4 +1,4 @@
-"""Which members the fleet has, by their heartbeats. Times are those of `FleetClock`."""
+"""Knows the members of the fleet by their heartbeats. Times are those of `FleetClock`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tasks each member is offered: in proportion to the speed that the trainer itself has measured.
+"""Decides how many tasks each member is offered: in proportion to the speed that the trainer itself has measured.
 
 Times are seconds of the fleet clock (`FleetClock`). Names and versions of members are what members say about themselves. A member that
 lies about its version gains only offers whose results are refused, and refused results count as no speed. What a member says about its
@@ -42,7 +42,7 @@ class Candidate:
 
 @dataclass(slots=True)
 class _Record:
-    """What the trainer has measured of one member."""
+    """The trainer's measurements of one member."""
 
     rate: float | None = None
     tokens: int = 0

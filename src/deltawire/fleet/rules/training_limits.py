@@ -1,4 +1,4 @@
-"""What a trainer's model can be trained on. Every result is checked against this before it is accepted. Does not import torch."""
+"""The limits of a trainer's model. Every result is checked against them before it is accepted. Does not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Encode: TypeAlias = Callable[[Sequence[Row]], Sequence[Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class TrainingLimits:
-    """What training relies on. A trainer that knows its model sets all three; a limit that is None is not checked.
+    """The facts about results that training relies on. A trainer that knows its model sets all three; a limit that is None is not checked.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What trainer and members do, as generators that yield requests. The same code runs over a real store and in the simulation.
+"""The work of trainer and members, as generators that yield requests. The same code runs over a real store and in the simulation.
 
 requests           what steps ask for, and what runs them over a real store
 coordinator_steps  the trainer: open rounds, poll, collect, reject, stop

@@ -1,4 +1,4 @@
-"""What a trainer does to get rollouts, as steps (docs/protocol.md §10). `Coordinator` runs them over a real store.
+"""The work of a trainer that collects rollouts, as steps (docs/protocol.md §10). `Coordinator` runs them over a real store.
 
 All that matters is in the store. If a trainer dies at any point, the next one reads the store and goes on from there.
 """
@@ -78,7 +78,7 @@ class CoordinatorSteps:
 
     @property
     def rejected(self) -> Counter[Reason]:
-        """How many results were refused so far, by reason."""
+        """The number of results that were refused so far, by reason."""
         return self._intake.rejected
 
     @property

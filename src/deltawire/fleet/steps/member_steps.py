@@ -1,4 +1,4 @@
-"""What a member of a fleet does, as steps (docs/protocol.md §10): read the board, claim a task, generate, upload, and again.
+"""The work of a member of a fleet, as steps (docs/protocol.md §10): read the board, claim a task, generate, upload, and again.
 
 One `MemberState` may have several `member_steps` at the same time, one for each task that the engine can work on at once. It has one
 `heartbeat_steps`, which must never wait for them.

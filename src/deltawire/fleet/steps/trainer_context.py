@@ -1,4 +1,4 @@
-"""What all steps of one trainer share: its identity, its settings, and whether another trainer has taken over the run."""
+"""The context that all steps of one trainer share: its identity, its settings, and whether another trainer has taken over the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all versions of the delta file have in common: lists of added, removed and tied tensors, and which elements a file covers."""
+"""The common parts of all versions of the delta file: lists of added, removed and tied tensors, and which elements a file covers."""
 
 from __future__ import annotations
 

@@ -38,9 +38,9 @@ class Sampling:
     """How members draw the completions of a round."""
 
     samples: int
-    """How many completions of each prompt are wanted."""
+    """The number of completions of each prompt that are wanted."""
     max_tokens: int
-    """How many tokens the policy may draw for one completion."""
+    """The most tokens that the policy may draw for one completion."""
     temperature: float = 1.0
     """The sampling temperature; 0 always takes the most probable token."""
     top_p: float = 1.0
@@ -91,7 +91,7 @@ class Round:
     oldest_step: int
     """The step of the oldest version that may make tokens."""
     tasks: int
-    """How many tasks there are."""
+    """The number of tasks."""
     rows: ObjectRef
     """The object that holds the rows of all tasks."""
     lease_seconds: int
@@ -109,7 +109,7 @@ class Round:
 
     @property
     def samples(self) -> int:
-        """How many completions of each prompt are wanted."""
+        """The number of completions of each prompt that are wanted."""
         return self.sampling.samples
 
     def to_bytes(self) -> bytes:

@@ -17,7 +17,7 @@ from ...format.records.version_records import Commit
 from ..upload.data_objects import DataLocation, Uploads, file_upload
 
 _MOST_READ = 256 << 20
-"""How many bytes of attachments a publisher reads back when it opens. Of further objects, only the sizes are compared."""
+"""Most bytes of attachments that a publisher reads back when it opens. For further objects, it compares only the sizes."""
 
 
 _ALWAYS_OF_TOKENIZER = "tokenizer_config.json"

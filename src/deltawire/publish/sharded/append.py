@@ -36,7 +36,7 @@ from .shortcuts import SharedShortcuts, in_order
 
 @dataclass(slots=True)
 class _Pending:
-    """What is needed to move this process's baseline when the commit in progress lands, perhaps only at the next call."""
+    """The values that are needed to move this process's baseline when the commit in progress lands, perhaps only at the next call."""
 
     division: Division
     digest: Digest

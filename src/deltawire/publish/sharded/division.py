@@ -1,4 +1,4 @@
-"""Which parts of a model each process publishes, and how elements get to the process that publishes them."""
+"""Decides which parts of a model each process publishes, and how elements get to the process that publishes them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOST_RANKS = MOST_LISTED // 2
 
 @dataclass(frozen=True)
 class Division:
-    """Which elements of a model each process publishes. All processes have the same division."""
+    """Says which elements of a model each process publishes. All processes have the same division."""
 
     table: TensorTable
     """Names, types and shapes of the whole tensors."""
@@ -229,7 +229,7 @@ class HeldLayout:
 
     @property
     def facts(self) -> list[Any]:
-        """What must be the same in all processes, for JSON."""
+        """Return the values that must be the same in all processes, for JSON."""
         return [[name, dtype, list(shape)] for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)]
 
     @property
@@ -249,7 +249,7 @@ class HeldLayout:
 
 
 def _agree_on_division(ranks: Ranks, layout: HeldLayout) -> Division:
-    """Return the division. What the processes exchange does not grow with the number of tensors, unless they hold each in another way."""
+    """Return the division. Messages do not grow with the number of tensors, unless the processes hold each in another way."""
     facts = json.dumps(layout.facts).encode()
     message = {"facts": content_hash(facts), "held": layout.runs()}
     answers = [json.loads(answer) for answer in ranks.exchange(json.dumps(message).encode())]

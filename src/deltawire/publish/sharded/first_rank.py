@@ -1,4 +1,4 @@
-"""What only the first process does: it reads and writes all records. It gives the other processes plain JSON."""
+"""The work that only the first process does: it reads and writes all records. It gives the other processes plain JSON."""
 
 from __future__ import annotations
 

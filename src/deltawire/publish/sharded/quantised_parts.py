@@ -47,7 +47,7 @@ class QuantisedParts:
         self._source: Division | None = None
         self._shares: list[Share] = []
         self.layout: QuantisedLayout | None = None
-        """Which tensors are published, after `divide`."""
+        """The tensors that are published, after `divide`."""
 
     def divide(self, held: Mapping[str, TensorPart]) -> Division:
         """Return which parts of the published tensors each process publishes.

@@ -17,7 +17,7 @@ from .ranges import ElementRange
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one process does for a weight."""
+    """The share of one process in a weight."""
 
     weight: QuantisedWeight
     rows: ElementRange

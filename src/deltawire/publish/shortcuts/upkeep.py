@@ -1,4 +1,4 @@
-"""What happens after a version is published: skips and anchors, so that readers need not replay the whole chain, and garbage collection."""
+"""The work after a version is published: skips and anchors, so that readers need not replay the whole chain, and garbage collection."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class DataLocation:
 
 
 def upload_list(store: Store, files: Sequence[FileEntry]) -> FileListRef | None:
-    """Upload a file list if a record has no room for so many files. Returns None if it has. All files must be of the same epoch and seq."""
+    """Upload a file list if a record does not have room for these files. Else returns None. All files must be of the same epoch and seq."""
     if len(files) <= MOST_IN_RECORD:
         return None
     data = list_bytes(files)

@@ -52,7 +52,7 @@ def _source() -> str:
 
 
 class PendingQuantisation:
-    """Kernels that are running. Whoever needs the outputs on the same stream need not wait for them."""
+    """Kernels that are running. Code that needs the outputs on the same stream need not wait for them."""
 
     def __init__(self, bad: torch.Tensor, held: tuple[torch.Tensor, ...]) -> None:
         self._bad = bad

@@ -26,7 +26,7 @@ from .mirror import HeldSlot, Mirror
 from .slot import CHANGING, CLEAN, FETCHING, RECORD_FILE, Slot, SlotRecord, boot_id
 
 _COPY_SPEED, _COPY_COST = 8, 4 << 20
-"""How many times faster a slot is copied from another slot than fetched, and the fixed cost of a copy, in bytes fetched.
+"""The ratio of the speeds of copying a slot and fetching it, and the fixed cost of a copy, in bytes fetched.
 
 They only decide which of two good routes is taken.
 """

@@ -44,7 +44,7 @@ def boot_id() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
-    """What a slot holds: the version that `commit` made, if it is clean, as last checked in the boot `boot_id`.
+    """The contents of a slot: the version that `commit` made, if it is clean, as last checked in the boot `boot_id`.
 
     The commit is kept with all its bytes, so that a mirror can describe its version without the store.
     """

@@ -87,7 +87,7 @@ class Objects:
         self._now = now
         self._granularity = granularity
         self.clock_shift = 0.0
-        """How many seconds the store's clock was set forward; negative if it was set back."""
+        """The seconds by which the store's clock was set forward; negative if it was set back."""
         self._objects: dict[str, tuple[bytes, ObjectInfo]] = {}
         self._keys: list[str] = []
         self._before: dict[str, bytes] = {}

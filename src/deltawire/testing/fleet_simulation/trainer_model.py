@@ -36,7 +36,7 @@ class ExternalAction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run is to do.
+    """The settings of a run.
 
     Parameters
     ----------
