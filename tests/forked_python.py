@@ -7,8 +7,9 @@
 parent that has imported them. `ForkedPopen` is a `subprocess.Popen`: pipes, environment, working directory, signals and exit status are
 those of a separate, real process. Only the imports are shared, so tests of start-up and of warnings during imports start an interpreter.
 
-Each test process has one parent per warm-up. When the test process ends for any reason, the parent kills what it has forked, and ends. A
-forked process can fork more processes from the same parent. Run as a script, this file is the parent.
+There is one parent per warm-up. The first process that needs a parent starts it: `lanes.py`, or else the test process. When that process
+ends for any reason, the parent kills what it has forked, and ends. Forked processes fork more processes from the same parent. Run as a
+script, this file is the parent.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _TORCH += ["deltawire.trainers", "deltawire.rl.*", "deltawire.fleet.*"]
 _TRL = [*_TORCH, "trl.experimental.async_grpo", "datasets"]
 WARM_UPS = {"light": _LIGHT, "torch": _TORCH, "trl": _TRL}
 """The modules that each parent imports before it forks. A star means all modules of a package."""
-_FORKED_FROM = {"trl": "torch"}
+_FORKED_FROM = {"torch": "light", "trl": "torch"}
 """Parents that are themselves forked from another parent, so that they import less."""
 
 _ADDRESSES = "DELTAWIRE_TEST_PARENTS"

@@ -4,13 +4,14 @@
 
 Each lane is a process of pytest. Its lines are printed at once, after the name of the lane. If a lane fails, or on Ctrl-C, the others are
 stopped, and the last lines of the failed lane are printed again at the end. There are more lanes than cores, because many tests wait most
-of the time.
+of the time. One process imports torch and transformers for all lanes and forks them, and the lanes fork their own processes from it.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -18,6 +19,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+from forked_python import ForkedPopen
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests"
@@ -67,8 +70,11 @@ class Lane:
         self._printing = printing
         self._began = time.monotonic()
         options = ["-o", f"cache_dir=.pytest_cache/{name}", "--durations=8", "-rs"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *options, *arguments],
+        # pytest warns that it cannot rewrite the assertions of modules that are already imported. Those are modules of libraries.
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        self.process = ForkedPopen(
+            "torch" if all(map(importlib.util.find_spec, ["torch", "transformers"])) else "light",
+            ["-m", "pytest", *options, *arguments],
             cwd=ROOT,
             # One OpenMP thread per process: more threads than cores would wait for each other in busy loops.
             env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONUNBUFFERED": "1"},
