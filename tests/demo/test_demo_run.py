@@ -20,7 +20,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
-WITH_FORKED_PROCESSES = """
+WITH_FORKED_PROCESSES = '''
 import runpy, subprocess, sys
 from types import SimpleNamespace
 
@@ -30,10 +30,26 @@ del sys.argv[0]
 sys.path.insert(0, sys.argv[0])
 import processes
 
-processes.subprocess = SimpleNamespace(PIPE=subprocess.PIPE, Popen=lambda command, **options: ForkedPopen("torch", command[1:], **options))
+smaller = """
+import os, runpy, sys
+
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+import policy
+
+policy.WIDTH, policy.LAYERS = 128, 2
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""The demo as it is, except that its processes have torch imported when they start."""
+
+
+def start(command, **options):
+    return ForkedPopen("torch", ["-c", smaller, *command[1:]], **options)
+
+
+processes.subprocess = SimpleNamespace(PIPE=subprocess.PIPE, Popen=start)
+runpy.run_path(sys.argv[0], run_name="__main__")
+'''
+"""The demo as it is, except that its processes have torch imported when they start, and that its model is a fifth as large."""
 
 
 def is_there(pid: int) -> bool:
@@ -50,7 +66,7 @@ def events_of(output: str) -> list[dict[str, Any]]:
 
 def test_a_short_demo_ends_with_members_that_are_bit_identical_to_the_trainer(tmp_path: Path) -> None:
     """The policy is quantised here. Without a recipe the demo does the same, except for the two digests of the next test."""
-    command = ["-c", WITH_FORKED_PROCESSES, DEMO, "--json", "--steps", "6", "--pretraining", "1", "--out", "out", "--quantise", "fp8-block"]
+    command = ["-c", WITH_FORKED_PROCESSES, DEMO, "--json", "--steps", "6", "--pretraining", "0.5", "--out", "out", "--quantise", "fp8-block"]
     done = forked_run("torch", command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -34,7 +34,7 @@ def wait_until(condition: Callable[[], object], what: Callable[[], str] | str) -
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, f"the wait timed out: {what if isinstance(what, str) else what()}"
-        time.sleep(0.01)
+        time.sleep(0.05)
 
 
 class LiveMember:

@@ -24,6 +24,7 @@ class SmallRun:
         *,
         staleness: int = 1,
         lease_seconds: int = 2,
+        poll_seconds: float = 0.05,
         tokens: int = 24,
         scheduler: Scheduler | None = None,
     ) -> None:
@@ -33,7 +34,7 @@ class SmallRun:
         self.versions = {0: self.policy.publish(0)}
         self.trained: dict[int, Batch] = {}
         self.step = 0
-        options = FleetOptions(lease_seconds=lease_seconds, poll_seconds=0.05)
+        options = FleetOptions(lease_seconds=lease_seconds, poll_seconds=poll_seconds)
         self.fleet = Coordinator(store, epoch=self.policy.publisher.epoch, budget=self.budget, options=options, scheduler=scheduler)
 
     def open(self, step: int) -> None:

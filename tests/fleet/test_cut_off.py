@@ -11,6 +11,8 @@ from member_nursery import MemberNursery, wait_until
 from servers import Server, moto  # noqa: F401
 from small_run import TASKS, SmallRun
 
+POLL = 0.25
+"""Seconds between polls. Each request takes the server of this test some milliseconds of a core."""
 LENGTH, HELD = ("--env", "rewards_for_tests:length"), ("--env", "rewards_for_tests:held")
 
 
@@ -20,15 +22,15 @@ def test_a_member_that_was_cut_off_comes_back_and_what_it_had_made_is_not_traine
     assert port is not None
     cable = Cable(port)
     store = moto.open(url)
-    run = SmallRun(tmp_path, store, lease_seconds=2)
+    run = SmallRun(tmp_path, store, lease_seconds=2, poll_seconds=POLL)
     hold = tmp_path / "hold"
     hold.touch()
     with MemberNursery(tmp_path, moto.environment) as nursery:
         behind = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{cable.port}", "DELTAWIRE_TEST_HOLD": str(hold)}
-        lonely = nursery.start("lonely", "--from", url, *HELD, environment=behind)
+        lonely = nursery.start("lonely", "--from", url, *HELD, "--poll", str(POLL), environment=behind)
         run.open(1)
         wait_until(lambda: (run.fleet.poll(), hold.with_suffix(".reached").exists())[1], lonely.log)
-        other = nursery.start("other", "--from", url, *LENGTH)
+        other = nursery.start("other", "--from", url, *LENGTH, "--poll", str(POLL))
         other.wait_for("rollout-uploaded", TASKS - 1)
         cable.cut()
         hold.unlink()  # the member now has a result, but cannot upload it
