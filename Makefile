@@ -19,13 +19,15 @@ SEED ?=
 MINUTES ?= 5
 # The number of chains that `make fuzz-chains` makes, from seed SEED on.
 CHAINS ?= 2000
+# The factor by which `make fuzz-properties` tries more random examples than `make test`.
+MORE ?= 20
 # The location of the run of `make demo`: a new folder by default, or a bucket such as s3://BUCKET/PREFIX.
 STORE ?=
 # The recipe by which `make demo` quantises the policy, such as fp8-block (docs/quantise.md). By default it is published in bf16.
 QUANTISE ?=
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 
-.PHONY: help test test-vllm test-ray docs lint demo bench fuzz fuzz-chains chaos clean
+.PHONY: help test test-vllm test-ray docs lint demo bench fuzz fuzz-chains fuzz-properties chaos clean
 help:
 	@echo "make demo   a whole RL run on this machine: a trainer, members that are slow, killed or late (3 minutes; STORE=s3://… for a bucket, QUANTISE=fp8-block for a quantised policy)"
 	@echo "make test   all tests (2.7 GB of packages; VLLM= leaves out vLLM and TRL, RAY= leaves out Ray)"
@@ -37,6 +39,7 @@ help:
 	@echo "make fuzz   the native codec under sanitizers, with hostile payloads (RUNS=10000000 of them, SEED=1; docs/fuzzing.md)"
 	@echo "make chaos  publishers, readers and a real SeaweedFS that are killed and frozen, and an independent checker (MINUTES=5)"
 	@echo "make fuzz-chains  everything that reads a chain, with hostile chains whose hashes are right (CHAINS=2000 of them)"
+	@echo "make fuzz-properties  the tests with random examples, with other examples than make test and MORE=20 times as many"
 
 INSTALL := $(BIN)/python tests/install_packages.py
 
@@ -109,6 +112,9 @@ chaos: $(VENV)/.installed
 
 fuzz-chains: $(VENV)/.installed
 	$(BIN)/python tests/chain_fuzz.py --first $(or $(SEED),0) --seeds $(CHAINS)
+
+fuzz-properties: $(VENV)/.installed
+	DELTAWIRE_TEST_MORE=$(MORE) DELTAWIRE_CHAIN_EXAMPLES=$$((25 * $(MORE))) $(BIN)/python -m pytest tests/property
 
 fuzz:
 	native/fuzz/run $(RUNS) $(if $(SEED),-seed=$(SEED))

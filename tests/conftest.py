@@ -4,10 +4,11 @@ import gc
 import signal
 
 from hypothesis import HealthCheck, settings
+from thorough import MORE
 
 settings.register_profile(
     "deltawire",
-    derandomize=True,
+    derandomize=MORE == 1,
     print_blob=True,
     deadline=None,
     database=None,

@@ -66,7 +66,20 @@ def events_of(output: str) -> list[dict[str, Any]]:
 
 def test_a_short_demo_ends_with_members_that_are_bit_identical_to_the_trainer(tmp_path: Path) -> None:
     """The policy is quantised here. Without a recipe the demo does the same, except for the two digests of the next test."""
-    command = ["-c", WITH_FORKED_PROCESSES, DEMO, "--json", "--steps", "6", "--pretraining", "0.5", "--out", "out", "--quantise", "fp8-block"]
+    command = [
+        "-c",
+        WITH_FORKED_PROCESSES,
+        DEMO,
+        "--json",
+        "--steps",
+        "6",
+        "--pretraining",
+        "0.5",
+        "--out",
+        "out",
+        "--quantise",
+        "fp8-block",
+    ]
     done = forked_run("torch", command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -20,7 +20,7 @@ from deltawire.dtypes import PAYLOAD_TYPES, PayloadType
 from deltawire.errors import CorruptDelta, DeltawireError, DtypeMismatch, ShapeMismatch
 
 ROOT = Path(__file__).parents[2]
-EXECUTIONS = 20_000
+EXECUTIONS = 6_000
 ERRORS: dict[int, type[DeltawireError]] = {1: CorruptDelta, 2: DtypeMismatch, 3: ShapeMismatch}
 _NUMBERS = struct.Struct("<6Q4I4I")
 _TENSOR = struct.Struct("<5Q")
@@ -120,7 +120,7 @@ def test_hostile_payloads_break_nothing_and_are_judged_as_the_reference_judges_t
     found = list(read_cases(cases.read_bytes()))
     refused, resolved = ([case for case in found if bool(case.error) is wanted] for wanted in (True, False))
     for wanted in (True, False):
-        assert sum(case.is_old is wanted for case in resolved) > 1_000
-        assert sum(case.is_old is wanted for case in refused) > 500
+        assert sum(case.is_old is wanted for case in resolved) > 300
+        assert sum(case.is_old is wanted for case in refused) > 150
     for case in [*resolved, *refused[::5]]:  # all accepted payloads, because accepting an invalid one is the worse mistake
         check(case)

@@ -420,7 +420,7 @@ def test_chain_survives_whatever_its_processes_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(Fetcher.__init__.__kwdefaults__, "patience", 0.0)  # missing objects never arrive later in this test
     monkeypatch.setitem(ChainWriter.__init__.__kwdefaults__, "clock", LocalClock.now)
     monkeypatch.setitem(ChainView.__init__.__kwdefaults__, "clock", LocalClock.now)
-    options: dict[str, Any] = {"max_examples": EXAMPLES, "derandomize": False} if EXAMPLES else {"max_examples": 60}
+    options: dict[str, Any] = {"max_examples": EXAMPLES, "derandomize": False} if EXAMPLES else {"max_examples": 25}
     run_state_machine_as_test(ChainMachine, settings=settings(stateful_step_count=50, **options))
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_tensors import tensor_pairs
 from support import NATIVE, bits_of
+from thorough import examples
 
 from deltawire.codec.base import EncodeGroup, ResolveGroup
 from deltawire.codec.native import NativeCodec, inspect_group
@@ -104,7 +105,7 @@ def check_state(state, bases, expected) -> None:
 
 
 @KINDS
-@settings(max_examples=15)
+@examples(15)
 @given(data=st.data())
 def test_groups_agree(kind, data):
     pairs = [data.draw(tensor_pairs(kind.dtype)) for _ in range(data.draw(st.integers(0, 3), label="tensors"))]

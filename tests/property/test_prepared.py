@@ -5,9 +5,10 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import CODECS, bits_of, copied
+from thorough import examples
 
 import deltawire
 from deltawire.codec import using_codec
@@ -37,7 +38,7 @@ def elements(array):
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@settings(max_examples=40)
+@examples(15)
 @given(seed=st.integers(0, 2**32), share=st.sampled_from([0.0, 0.01, 0.5]), threads=st.integers(1, 3))
 def test_apply_and_revert_are_exact(codec, seed, share, threads):
     base, new = states(seed, share)

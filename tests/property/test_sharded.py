@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plain_reader import read_states
 from support import bits_of, copied
+from thorough import examples
 from threads_as_ranks import run_ranks, shards_of
 
 from deltawire.dtypes import DTYPES
@@ -36,7 +37,7 @@ def versions_of(model, seed, count):
         yield state
 
 
-@settings(max_examples=25, deadline=None)
+@examples(15)
 @given(models, st.lists(st.integers(1, 5), min_size=2, max_size=3), st.integers(0, 2**32), st.sampled_from([1, 600, 1 << 20]))
 def test_readers_have_every_version_whatever_the_ranks(model, sizes, seed, segment_bytes):
     url = f"memory://{secrets.token_hex(8)}"

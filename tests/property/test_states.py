@@ -5,10 +5,11 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_tensors import noise
 from support import CODECS, bits_of, changes_of, copied, run_python, split_delta
+from thorough import examples
 
 import deltawire
 from deltawire.codec import using_codec
@@ -57,7 +58,7 @@ def changed_a_bit(array, seed):
     return new
 
 
-@settings(max_examples=150)
+@examples(60)
 @given(data=st.data())
 def test_any_state_becomes_any_other(data):
     base = data.draw(states, label="base")
@@ -77,7 +78,7 @@ def test_any_state_becomes_any_other(data):
     assert changes.get("removed", []) == sorted((base.keys() - new.keys()) | replaced)
 
 
-@settings(max_examples=40)
+@examples(20)
 @given(data=st.data())
 def test_the_order_of_names_does_not_matter(data):
     base, new = data.draw(states), data.draw(states)
@@ -208,7 +209,7 @@ def test_any_memory_layout_works(layout, dtype):
         check({"x": change(base)}, {"x": change(new)}, lambda: {"x": change(base)})
 
 
-@settings(max_examples=60)
+@examples(30)
 @given(data=st.data())
 def test_any_view_of_a_larger_array_works(data):
     memory = random_array(data.draw(st.integers(0, 99)), data.draw(st.sampled_from(DTYPES)), (9, 8, 7))
@@ -345,14 +346,16 @@ import deltawire
 
 density, what = float(sys.argv[1]), sys.argv[2]
 rng = np.random.default_rng(0)
+weights = (rng.standard_normal(1 << 24, np.float32) * np.float32(0.02)).astype(ml_dtypes.bfloat16)
+changes = (rng.random(1 << 21, np.float32) < density).astype(np.uint16)
 base, new = {}, {}
 for i in range(8):
     name = f"layer {i}"
-    base[name] = (rng.standard_normal(1 << 24, np.float32) * np.float32(0.02)).astype(ml_dtypes.bfloat16)
-    new[name] = base[name].copy()
-    bits = new[name].view(np.uint16)
-    for part in np.split(bits, 8):
-        part += (rng.random(part.size, np.float32) < density).astype(np.uint16)
+    base[name] = weights.copy()
+    new[name] = weights.copy()
+    for part in np.split(new[name].view(np.uint16), 8):
+        part += changes
+del weights
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -236,7 +236,7 @@ def naive_body(base: list[int], new: list[int], dtype) -> str:
 def test_bodies_agree_with_the_rules_in_plain_integers(dtype):
     rng = np.random.default_rng([7, dtype.code])
     coded = 0
-    for trial in range(40):
+    for trial in range(20):
         size = int(rng.choice([3, 40, 300, 1500]))
         noise = rng.integers(0, 2**dtype.width, size, dtype.bits.type)
         if dtype.exponent_bits and trial % 4:
@@ -253,4 +253,4 @@ def test_bodies_agree_with_the_rules_in_plain_integers(dtype):
         mode = RAW if len(expected) >= new.nbytes else CODED
         coded += mode == CODED
         assert joined(encode(base, new, dtype)) == payload(dtype, chunk(size, mode, new.tobytes() if mode == RAW else expected))
-    assert coded > 5
+    assert coded > 3

@@ -124,7 +124,7 @@ def test_any_shape_and_strides():
 @pytest.mark.parametrize("density", [0.0, 0.001, 0.02, 0.3, 0.6, 0.97, 1.0])
 def test_round_trip(dtype, density):
     rng = np.random.default_rng([dtype.code, int(density * 1000)])
-    size = 2**14 + 4321
+    size = 2**14 + 321 if density < 0.1 else 3000  # the reference takes long for each changed element
     if dtype.exponent_bits:
         base = rng.standard_normal(size).astype(dtype.numpy).view(dtype.bits)
     else:
@@ -142,6 +142,7 @@ def test_round_trip_of_extremes(dtype):
     inf = ((1 << dtype.exponent_bits) - 1) << dtype.exponent_shift
     quiet = 1 << max(dtype.exponent_shift - 1, 0)
     special = [0, top, 1, top | 1, top - 1, ones, ones - 1, inf, top | inf, inf | 1, inf | quiet, top | inf | 1]
+    special = [*dict.fromkeys(special)]  # some are the same for integers
     pairs = np.array([(a, b) for a in special for b in special], dtype.bits)
     check_round_trip(pairs[:, 0], pairs[:, 1], dtype)
     # The other elements do not change, so the chunk is coded. Each pair is tested alone, so it gets its own parameters.
