@@ -7,6 +7,9 @@
 parent that has imported them. `ForkedPopen` is a `subprocess.Popen`: pipes, environment, working directory, signals and exit status are
 those of a separate, real process. Only the imports are shared, so tests of start-up and of warnings during imports start an interpreter.
 
+If a process with TRL starts more processes by the "spawn" method of multiprocessing, as TRL itself does, they are forked from the parent
+too.
+
 There is one parent per warm-up. The first process that needs a parent starts it: `lanes.py`, or else the test process. When that process
 ends for any reason, the parent kills what it has forked, and ends. Forked processes fork more processes from the same parent. Run as a
 script, this file is the parent.
@@ -17,10 +20,13 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
 import json
+import multiprocessing.popen_spawn_posix
+import multiprocessing.util
 import os
 import pkgutil
 import runpy
@@ -51,6 +57,8 @@ _FORKED_FROM = {"torch": "light", "trl": "torch"}
 
 _ADDRESSES = "DELTAWIRE_TEST_PARENTS"
 _LARGEST_REQUEST = 1 << 18
+_MOST_FILES = 32
+"""The largest number of open files that a process gets from the one that starts it."""
 _FORK_SAFE = "jemalloc_bg_thd"
 """The name of a thread of pyarrow's allocator. The allocator stops it before a fork and starts it again afterwards."""
 
@@ -76,9 +84,11 @@ class ForkedPopen(subprocess.Popen[Any]):
             "environment": dict(os.environ if given["env"] is None else given["env"]),
             "folder": os.path.abspath(given["cwd"] or os.getcwd()),
             "session": bool(given["start_new_session"]),
+            "files": sorted(given["pass_fds"]),
         }
         try:
-            self.pid = self._parent.ask(request, [own if number == -1 else number for own, number in enumerate(streams)])
+            own_streams = [own if number == -1 else number for own, number in enumerate(streams)]
+            self.pid = self._parent.ask(request, [*own_streams, *request["files"]])
             self._pidfd = os.pidfd_open(self.pid)  # the process is reaped only when we ask how it ended
             self._child_created = True
         finally:
@@ -117,6 +127,28 @@ def forked_run(warm_up: str, arguments: list[Any], *, timeout: float = 600, **op
             process.kill()
             raise
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def spawn_by_forking(warm_up: str) -> None:
+    """Fork the processes that multiprocessing would start as new interpreters. Its pipes, objects and exit statuses stay the same."""
+    started: dict[int, ForkedPopen] = {}
+    spawned = multiprocessing.popen_spawn_posix.Popen
+
+    def start(_path: bytes, arguments: list[str], files: list[int]) -> int:
+        code = arguments.index("-c")
+        process = ForkedPopen(warm_up, arguments[code:], pass_fds=files)
+        started[process.pid] = process
+        return process.pid
+
+    def poll(self: Any, flag: int = os.WNOHANG) -> int | None:
+        process = started.get(self.pid)
+        if process is None:
+            return usual(self, flag)
+        self.returncode = process.poll() if flag == os.WNOHANG else process.wait()
+        return self.returncode
+
+    usual, spawned.poll = spawned.poll, poll  # type: ignore[method-assign]
+    multiprocessing.util.spawnv_passfds = start  # type: ignore[attr-defined]
 
 
 class _Parent:
@@ -215,7 +247,7 @@ def _serve(warm_up: str, address: str) -> None:
                     connection = listener.accept()[0]
                     children[connection] = set()
                     selector.register(connection, selectors.EVENT_READ)
-                elif not _answer(key.fileobj, children):  # type: ignore[arg-type]
+                elif not _answer(warm_up, key.fileobj, children):  # type: ignore[arg-type]
                     selector.unregister(key.fileobj)
                     _end([key.fileobj], children)  # type: ignore[list-item]
 
@@ -237,10 +269,10 @@ def _rehearse() -> None:
     assert CliRunner().invoke(app, ["log", "/nonexistent", "--json"]).exit_code == 1
 
 
-def _answer(connection: socket.socket, children: dict[socket.socket, set[int]]) -> bool:
+def _answer(warm_up: str, connection: socket.socket, children: dict[socket.socket, set[int]]) -> bool:
     """Do what one request asks for. Return False if the other side has closed the connection."""
     try:
-        message, streams, _, _ = socket.recv_fds(connection, _LARGEST_REQUEST, 3)
+        message, streams, _, _ = socket.recv_fds(connection, _LARGEST_REQUEST, 3 + _MOST_FILES)
     except ConnectionError:
         return False
     if not message:
@@ -252,7 +284,7 @@ def _answer(connection: socket.socket, children: dict[socket.socket, set[int]]) 
     else:
         answer = os.fork()
         if not answer:
-            _become(request, streams)
+            _become(warm_up, request, streams)
         children[connection].add(answer)
         for number in streams:
             os.close(number)
@@ -270,13 +302,11 @@ def _end(connections: list[socket.socket], children: dict[socket.socket, set[int
         connection.close()
 
 
-def _become(request: dict[str, Any], streams: list[int]) -> None:
+def _become(warm_up: str, request: dict[str, Any], streams: list[int]) -> None:
     """Run the script in the child, and exit as the script does. This function does not return."""
     code = 70
     try:
-        for own, number in enumerate(streams):
-            os.dup2(number, own)
-        os.closerange(3, 1024)
+        _take_files(streams, [0, 1, 2, *request["files"]])
         _reopen_streams()
         if request["session"]:
             os.setsid()
@@ -287,6 +317,8 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         os.environ[_ADDRESSES] = parents
         signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.path[1:1] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and each not in sys.path]
+        if warm_up == "trl":
+            spawn_by_forking(warm_up)
         code = _run(request["arguments"])
     except BaseException:
         traceback.print_exc()
@@ -300,6 +332,17 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
+
+
+def _take_files(received: list[int], numbers: list[int]) -> None:
+    """Give the received files these numbers, and close all others."""
+    moved = [fcntl.fcntl(number, fcntl.F_DUPFD, max(numbers) + 1) for number in received]
+    for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *moved}:
+        with contextlib.suppress(OSError):  # the listing itself had one
+            os.close(number)
+    for number, wanted in zip(moved, numbers, strict=True):
+        os.dup2(number, wanted)
+        os.close(number)
 
 
 def _reopen_streams() -> None:

@@ -134,9 +134,10 @@ def test_weights_are_quantised_as_they_are_encoded(spelling: str, on_gpu) -> Non
     recipe = Recipe.parse(spelling)
     payload = {"e4m3": "F8_E4M3", "e2m1": "F4_E2M1", "int4": "U4"}[recipe.element]
     payload_type = next(known for known in PAYLOAD_TYPES if known.name == payload)
-    shape = (66, 256) if spelling in GROUPED else (130, 136)
     rng = np.random.default_rng(7)
-    for dtype in DTYPES:
+    for number, dtype in enumerate(DTYPES):
+        # The first weight has more than one tile. An emulated GPU takes long for each element.
+        shape = (66 if number == 0 else 10, 256) if spelling in GROUPED else (130 if number == 0 else 34, 136)
         old = (rng.standard_normal(shape) * 0.02).astype(DTYPES[dtype])
         near = (old.astype(np.float32) * np.where(rng.random(shape) < 0.02, 1.2, 1.0)).astype(DTYPES[dtype])
         every_code = (rng.integers(0, 127, shape) | rng.choice([0, 128], shape)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)

@@ -55,6 +55,7 @@ def test_the_policy_begins_with_weights_of_one_over_the_root_of_its_width(policy
 
 def test_reading_lowers_the_loss(policy: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(policy.os, "cpu_count", lambda: 1)  # more threads are slow on a busy machine
+    monkeypatch.setattr(policy, "WIDTH", 64)
     losses: list[float] = []
     policy.pretrain(policy.new_model(), 1.0, lambda share, loss: losses.append(loss))
     assert len(losses) >= 3

@@ -38,7 +38,7 @@ _SPIN_SECONDS = 0.002
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 NOT_COMPILED = {"TORCHDYNAMO_DISABLE": "1"}
-"""With several ranks, each worker would compile one small function of vLLM by torch.compile, in two seconds. It gives the same results."""
+"""Otherwise each worker compiles one small function of vLLM by torch.compile, in some seconds. It gives the same results."""
 
 _IMPORTED_LATE = [
     "uvicorn.protocols.http.httptools_impl",

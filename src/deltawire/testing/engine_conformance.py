@@ -202,7 +202,7 @@ class EngineConformance:
             thread.start()
         try:
             seqs = [seq for seq, _ in run.published]
-            for seq in [*seqs[::-1], *seqs] * 2:
+            for seq in [*seqs[::-1], *seqs]:
                 run.swap.sync(seq=seq)
         finally:
             over.set()
