@@ -21,6 +21,8 @@ if not REAL and compiler() is None:
 
 from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 
+from deltawire.quantise.gpu.quantiser import GpuQuantiser  # noqa: E402
+
 DEVICE = torch.device("cuda", 0) if REAL else torch.device("cpu")
 
 
@@ -143,6 +145,44 @@ def test_weights_that_are_not_finite_are_found_on_the_gpu(tmp_path, background):
     with pytest.raises(NonFiniteWeights, match=r"7 weights .* 'a' \(2\)"):
         publisher.publish(state) if not background else publisher.publish(state).result(60)
     publisher.close()
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block", "nvfp4", "int4"])
+def test_codes_that_are_never_written_are_published_as_the_cpu_publishes_them(tmp_path, recipe, monkeypatch):
+    """Every file has the same bytes: deltas of several segments, deltas back and the skips that are made of them."""
+    random = torch.Generator().manual_seed(6)
+    shapes = {"a.q_proj.weight": (24, 128), "a.k_proj.weight": (8, 128), "b.up_proj.weight": (16, 128), "norm.weight": (128,)}
+    state = {name: torch.randn(shape, generator=random).to(DEVICE) for name, shape in shapes.items()}
+    options, config = deltawire.WriterOptions(segment_bytes=1500), {"config.json": b"{}"}
+    written = []
+    start = GpuQuantiser.start
+
+    def watched(*arguments, makes_codes=True):
+        written.append(makes_codes)
+        return start(*arguments, makes_codes=makes_codes)
+
+    monkeypatch.setattr(GpuQuantiser, "start", watched)
+    places = tmp_path / "gpu", tmp_path / "cpu"
+    with (
+        deltawire.Publisher(places[0], "run", quantise=recipe, snapshot="device", attachments=config, options=options) as on_gpu,
+        deltawire.Publisher(places[1], "run", quantise=recipe, attachments=config, options=options) as on_cpu,
+    ):
+        for version in range(6):
+            kinds = {chain.publish(weights).kind for chain, weights in ((on_gpu, state), (on_cpu, on_host(state)))}
+            assert kinds == {"delta" if version else "anchor"}
+            if not version:
+                written.clear()
+            step(state)
+    assert written
+    assert not any(written)
+    files = [{path.relative_to(place): path.read_bytes() for path in place.glob("data/**/*") if path.is_file()} for place in places]
+    assert len(files[0]) > 12
+    assert list(places[0].glob("skip/*.json"))
+    assert files[0] == files[1]
+
+
+def on_host(state):
+    return {name: tensor.cpu().numpy().copy() for name, tensor in state.items()}
 
 
 @pytest.mark.parametrize("to", ["float16", "float32", "float64"])

@@ -17,7 +17,7 @@ from deltawire.codec.bits import DeviceBits
 from deltawire.dtypes import PAYLOAD_TYPES
 from deltawire.errors import NonFiniteWeights
 from deltawire.quantise import QuantisedLayout, Recipe
-from deltawire.quantise.quantise import quantise_state
+from deltawire.quantise.quantise import quantise_outputs, quantise_state
 from deltawire.quantise.recipe import SPELLINGS
 
 torch = pytest.importorskip("torch", reason="weights on a GPU are torch tensors")
@@ -28,7 +28,6 @@ if not REAL and compiler() is None:
 from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
-from deltawire.quantise.gpu.quantised_codes import quantised_codes  # noqa: E402
 from deltawire.tensors.torch_types import to_torch  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "quantise"))
@@ -150,9 +149,9 @@ def test_weights_are_quantised_as_they_are_encoded(spelling: str, on_gpu) -> Non
             for new, previous in ((far, before), (near, before), (old, None)):
                 masters = to_gpu({"a.weight": new})
                 made = layout.quantise(layout.outputs, masters, previous)
-                quantised = quantised_codes(layout, [weight], masters, previous, DEVICE)
+                quantised = quantise_outputs(layout, layout.outputs, masters, previous, may_be_unwritten=True)
                 outputs = {role: name for role, name in weight.outputs.items() if role != "shape"}
-                bits = quantised[outputs["codes"]]
+                bits = quantised[outputs["codes"]].bits
                 assert all(
                     torch.equal(integers(quantised[name]), integers(made[name])) for role, name in outputs.items() if role != "codes"
                 )

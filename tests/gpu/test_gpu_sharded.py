@@ -251,18 +251,18 @@ def test_a_rank_holds_as_many_copies_of_its_shard_as_the_table_says(mode, monkey
 
     made = []
 
-    def watched(location, baseline, parts, *more, segment_of, **options):
+    def watched(location, baseline, parts, *more, segments_of, **options):
         kept, sent = copies_in(baseline.parts, own), copies_in(parts, own)
         size = sum(part.nbytes for part in baseline.parts.values())
         seen.append([round((kept[where] + sent[where]) / size, 2) for where in ("gpu", "host")])
 
-        def segment(index):
-            found = segment_of(index)
+        def segments(indices):
+            found = segments_of(indices)
             made.append(copies_in(found, own))
-            assert sum(part.nbytes for part in found.values()) == baseline.segments[index].raw
+            assert sum(part.nbytes for part in found.values()) == sum(baseline.segments[index].raw for index in indices)
             return found
 
-        return upload(location, baseline, parts, *more, segment_of=segment_of and segment, **options)
+        return upload(location, baseline, parts, *more, segments_of=segments_of and segments, **options)
 
     monkeypatch.setattr(append, "upload_update", watched)
     config = {"config.json": b"{}"}

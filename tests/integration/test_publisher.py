@@ -201,7 +201,7 @@ def test_from_any_version_the_newest_is_a_few_objects_away():
 
 def test_segments_leave_while_later_ones_are_still_encoded(monkeypatch):
     store = Watched(MemoryStore())
-    encode = upload.encode_with_summary
+    encode = upload.encode_many
     began: list[bool] = []
 
     def encode_late(*arguments, **options):
@@ -214,7 +214,7 @@ def test_segments_leave_while_later_ones_are_still_encoded(monkeypatch):
     with publisher(store) as chain:
         chain.publish(training.step())
         store.arrived.clear()
-        monkeypatch.setattr(upload, "encode_with_summary", encode_late)
+        monkeypatch.setattr(upload, "encode_many", encode_late)
         version = chain.publish(training.step())
     assert len(began) > 2
     assert_chain_holds(store, {version.seq: training.state})

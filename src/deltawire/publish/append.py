@@ -23,9 +23,10 @@ from ..tensors.bits import State
 from .advice import continues
 from .attachments.stored_files import AttachedFiles
 from .baseline import Baseline
+from .batches import cut_for_gpu
 from .commits import Attempt, ChainWriter, emit_published
 from .publication import Publication
-from .quantising import SegmentOf, quantise
+from .quantising import SegmentsOf, quantise
 from .resume import Resumed, read_state, version_commit
 from .shortcuts.cadence import ChainCost, Speed
 from .snapshots import Arrays, SnapshotMemory, copy_tensors, new_arrays
@@ -180,7 +181,8 @@ class Appender:
                 state,
                 self._threads,
                 limit=table.state_bytes,
-                segment_of=None if layout is None else self._quantised(publication, layout, baseline.segments),
+                segments_of=None if layout is None else self._quantised(publication, layout, baseline.segments),
+                batches=cut_for_gpu(publication, baseline.arrays, baseline.segments),
                 wants_reverse=layout is not None and baseline.needs_reverse(remember=self._options.skips),
             )
             if update is None:
@@ -217,14 +219,15 @@ class Appender:
 
     def _quantised(
         self, publication: Publication, layout: QuantisedLayout, segments: Sequence[Segment], out: Arrays | None = None
-    ) -> SegmentOf:
-        """Return a function that quantises one segment at a time."""
+    ) -> SegmentsOf:
+        """Return a function that quantises segments. Without `out`, their tensors can only be encoded."""
 
-        def segment(index: int) -> Arrays:
-            names = publication.table.names_of(segments[index])
-            return quantise(layout, names, publication.weights, self.previous(publication.recipe), out, threads=self._threads)
+        def make(indices: Sequence[int]) -> Arrays:
+            names = [name for index in indices for name in publication.table.names_of(segments[index])]
+            previous = self.previous(publication.recipe)
+            return quantise(layout, names, publication.weights, previous, out, threads=self._threads, may_be_unwritten=out is None)
 
-        return segment
+        return make
 
     def _checkpoint(self, publication: Publication, attached: AttachedFiles) -> Unsettled:
         """Upload a full checkpoint, and propose its commit. Its attachments follow those of `attached`."""
@@ -239,7 +242,7 @@ class Appender:
             else:
                 make = self._quantised(publication, publication.layout, segments, arrays)
                 for index in range(len(segments)):
-                    make(index)
+                    make([index])
         quantising = 0.0 if publication.layout is None else time.perf_counter() - start
         own = arrays
         layout = lay_out(table, segments, shard_bytes=self._options.shard_bytes)

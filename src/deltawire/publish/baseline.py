@@ -114,12 +114,18 @@ class Baseline:
     ) -> None:
         """Move to the next version by its deltas, if the new state is not available. Without `back`, deltas back are lost.
 
-        Readers fetch `size` bytes to get to it.
+        Those that `back` does not have are encoded here. Readers fetch `size` bytes to get to it.
         """
-        with self._moving(at, digest, back, size):
+        reverse = None if back is None else dict(back)
+        with self._moving(at, digest, reverse, size):
             for index, delta in deltas.items():
-                apply_delta(self.part(index), delta, threads=self._threads)
-                GpuHandover(self.part(index)).synchronize()
+                part = self.part(index)
+                old = {name: copy_of(array) for name, array in part.items()} if reverse is not None and index not in reverse else None
+                apply_delta(part, delta, threads=self._threads)
+                GpuHandover(part).synchronize()
+                if reverse is not None and old is not None:
+                    reverse[index] = encode_delta(part, old, threads=self._threads)
+                del old  # before the next segment is copied
 
     def replace(self, arrays: Arrays, at: CommitRef, digest: Digest) -> None:
         """Start again from another state, perhaps with another table. Deltas back are lost."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -144,10 +144,12 @@ def quantise(
     out: Mapping[str, Any] | None = None,
     *,
     threads: int | None = None,
+    may_be_unwritten: bool = False,
 ) -> Arrays:
     """Return published tensors of a state. Raises `NonFiniteWeights` if one of their weights is NaN or infinite.
 
-    `previous` are the tensors of the version before, whose scales stay where that is possible. `out` has the memory to write into.
+    `previous` are the tensors of the version before, whose scales stay where that is possible. `out` has the memory to write into. With
+    `may_be_unwritten`, the tensors are only encoded, so that codes of weights on a GPU need no memory (`UnwrittenTensor`).
     """
     chosen = list(names)
     if out is not None and _is_on_gpu_for_host(layout, chosen, state, out):
@@ -156,7 +158,7 @@ def quantise(
             copy_tensors(layout.quantise(part, state, previous, threads=threads), out)
             made.update({name: out[name] for name in part})
     else:
-        made = layout.quantise(chosen, state, previous, out, threads=threads)
+        made = layout.quantise(chosen, state, previous, out, threads=threads, may_be_unwritten=may_be_unwritten)
     refuse_nonfinite({name: made[name] for name in chosen if layout.outputs[name].weight is None}, threads=threads)
     return made
 
@@ -203,5 +205,5 @@ def refuse_nonfinite_sources(layout: QuantisedLayout, state: State, *, threads: 
         quantise(layout, [name], state, None, threads=threads)
 
 
-SegmentOf = Callable[[int], State]
-"""Returns the tensors of a segment as they are published, by its index."""
+SegmentsOf = Callable[[Sequence[int]], State]
+"""Returns the tensors of segments as they are published, by the indices of the segments."""

@@ -52,6 +52,16 @@ def is_kept_like(arrays: Mapping[str, Any], state: State, device: SnapshotDevice
     )
 
 
+def are_on_gpu(state: State) -> bool:
+    """Tell whether all tensors of a state are on GPUs."""
+    if isinstance(next(iter(state.values()), None), np.ndarray):
+        return False
+    columns = Columns.of(state)
+    if columns is not None:
+        return columns.is_on_gpu
+    return all(on_gpu(tensor_bits(name, tensor).bits) for name, tensor in state.items())
+
+
 class SnapshotMemory:
     """Keeps the memory of one copy of the state that is not needed any more, so that the next copy need not allocate. Thread-safe.
 

@@ -204,6 +204,7 @@ class QuantisedLayout:
         out: Mapping[str, Tensor] | None = None,
         *,
         threads: int | None = None,
+        may_be_unwritten: bool = False,
     ) -> dict[str, Tensor]:
         """Return published tensors, from a state that holds their sources.
 
@@ -222,10 +223,13 @@ class QuantisedLayout:
             Tensors to write into, by name. Other tensors are new.
         threads
             The number of threads to use; by default, as many as there are processors that this process may use.
+        may_be_unwritten
+            Whether the codes of weights on a GPU may be `UnwrittenTensor`s, which can only be encoded. The weights must not change until
+            then.
         """
         from .quantise import quantise_outputs
 
-        return quantise_outputs(self, names, state, previous, out, threads)
+        return quantise_outputs(self, names, state, previous, out, threads, may_be_unwritten=may_be_unwritten)
 
     def previous_scales(self, weight: QuantisedWeight, previous: State | None) -> Scales | None:
         """Return the scales of a weight that may stay, as arrays; None if they are missing or have another form, or if all are fresh.

@@ -77,10 +77,15 @@ def quantise_outputs(
     previous: State | None = None,
     out: Mapping[str, Tensor] | None = None,
     threads: int | None = None,
+    *,
+    may_be_unwritten: bool = False,
 ) -> dict[str, Tensor]:
     """Return some of the tensors that are published for a state (`QuantisedLayout.quantise`).
 
     Native code quantises with the instruction set of the codec in use. If that is the reference codec, the reference quantises.
+
+    With `may_be_unwritten`, codes of weights on a GPU may be `UnwrittenTensor`s, which can only be encoded. The weights must not change
+    until then.
     """
     names = tuple(names)
     plan = _plan_of(layout, names)
@@ -90,11 +95,16 @@ def quantise_outputs(
     work = _Work(layout, state, previous)
     found: dict[str, Tensor] = {}
     for device, weights in on_gpus.items():
+        from .gpu.quantised_codes import ScaleQuantiser, can_be_quantised_as_read
         from .gpu.quantiser import GpuQuantiser
         from .whole_weights import WholeWeights, with_groups
 
-        whole = WholeWeights(layout, with_groups(layout, weights))
-        found |= whole.quantise(GpuQuantiser(device), work.source, previous, given, device)
+        weights = with_groups(layout, weights)
+        whole = WholeWeights(layout, weights)
+        if may_be_unwritten and can_be_quantised_as_read(weights, state, device):
+            found |= whole.quantise(ScaleQuantiser(device), work.source, previous, given, device, makes_codes=False)
+        else:
+            found |= whole.quantise(GpuQuantiser(device), work.source, previous, given, device)
     if on_host and codec.name != "reference":
         from .native import NativeQuantiser
         from .whole_weights import WholeWeights, whole_weights

@@ -13,7 +13,7 @@ from ..codec import memory_of
 from ..codec.bits import QuantisedBits, in_host_memory, on_gpu
 from ..dtypes import DType
 from ..tensors import torch_types
-from ..tensors.bits import State, Tensor, TensorBits, tensor_bits
+from ..tensors.bits import State, Tensor, TensorBits, UnwrittenTensor, tensor_bits
 from .layout import Output, QuantisedLayout, QuantisedWeight, Role
 from .recipe import Recipe
 from .reference import nonfinite_weight
@@ -93,7 +93,7 @@ class WholeWeights:
         device
             The GPU to work on; None for the host.
         makes_codes
-            Whether there are tensors of codes. If not, `QuantisedBits` stand for the codes, and the quantiser must not write them.
+            Whether there are tensors of codes. If not, `UnwrittenTensor`s stand for them, and the quantiser must not write codes.
         """
         if not self._weights:
             return {}
@@ -139,7 +139,8 @@ class WholeWeights:
                 part = self._weights[number]
                 weights = rows[self._source_of[number]][part.first_row : part.first_row + part.rows]
                 scales = [targets[role][number] if role in targets else None for role in _SCALES]
-                found[form.name] = QuantisedBits(weights, form.shape, form.dtype.itemsize, self._facts(part), *scales)
+                bits = QuantisedBits(weights, form.shape, form.dtype.itemsize, self._facts(part), *scales)
+                found[form.name] = UnwrittenTensor(bits, form.dtype)
         return found
 
     def quantise_arrays(

@@ -65,6 +65,22 @@ class TensorPart:
         return dataclasses.replace(self, elements=elements.detach().clone() if hasattr(elements, "detach") else elements.copy())
 
 
+@dataclass(frozen=True, slots=True)
+class UnwrittenTensor:
+    """A tensor that is in no memory: the kernels of a GPU make its elements when they read other tensors. It can only be encoded.
+
+    Parameters
+    ----------
+    bits
+        What the elements are made from.
+    dtype
+        The type of the elements.
+    """
+
+    bits: DeviceBits
+    dtype: DType
+
+
 @dataclass(slots=True)  # a frozen dataclass would take three times as long to make
 class TensorBits:
     """A named tensor as integers of its element width, in the tensor's own memory.
@@ -206,6 +222,8 @@ def named_bits(checked: str, tensor: object) -> TensorBits:
         return TensorBits(checked, dtype, np.asarray(tensor).view(dtype.bits))
     if torch_types.is_torch(tensor):
         return _torch_bits(checked, tensor, torch_types.torch_types(sys.modules["torch"]))
+    if isinstance(tensor, UnwrittenTensor):
+        return TensorBits(checked, tensor.dtype, tensor.bits)
     raise UnsupportedTensor(f"tensor {checked!r} is a {type(tensor).__module__}.{type(tensor).__qualname__}.")
 
 

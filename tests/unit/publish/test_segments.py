@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltawire.errors import BadTensorName, PublishError, UnsupportedDtype
-from deltawire.publish.upload.segments import MOST_SEGMENTS, Segment, TensorTable, cut_segments
+from deltawire.publish.upload.segments import MOST_SEGMENTS, Segment, TensorTable, cut_batches, cut_segments
 from deltawire.tensors.bits import TensorPart
 
 
@@ -63,3 +63,11 @@ def test_a_value_that_is_no_state_is_refused_by_name(state, error):
 def test_parts_of_tensors_are_no_state_to_publish_alone() -> None:
     with pytest.raises(PublishError, match="parts"):
         TensorTable.of({"x": TensorPart(np.zeros(4, np.float32), (8,), 0)})
+
+
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [([], []), ([3, 3, 4, 5, 5], [[0, 1, 2], [3, 4]]), ([20, 1, 20], [[0], [1], [2]]), ([0, 0, 10, 0], [[0, 1, 2, 3]])],
+)
+def test_batches_have_all_segments_in_order_and_cost_little(costs, expected):
+    assert [list(batch) for batch in cut_batches(costs, 10)] == expected

@@ -18,7 +18,7 @@ from ..base import Buffer
 from .device import Gpu
 from .kernel_table import SUMS, UNIT, Bodies, Changes, KernelTable, Numbers, SlabTensors, TensorRows, Tiles, storage_type
 
-_SHARE, _NARROW_SHARE = 0.0082, 0.0075
+_SHARE, _NARROW_SHARE = 0.0082, 0.0068
 """The share of the weights' bytes that the list of changes may take; the second one if elements have at most 8 bits, because then all that
 is kept for each tile takes a larger share."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -175,8 +175,8 @@ class PartsAppender:
         """Encode and upload this process's parts. Returns the update, and what all processes report."""
         update: Update | None = None
 
-        def make(index: int) -> State:
-            return source.make(baseline.table.names_of(baseline.segments[index]))
+        def make(indices: Sequence[int]) -> State:
+            return source.make([name for index in indices for name in baseline.table.names_of(baseline.segments[index])])
 
         def encode() -> dict[str, Any] | None:
             nonlocal update
@@ -186,7 +186,7 @@ class PartsAppender:
                 source.whole or {},
                 self._threads,
                 limit=baseline.table.state_bytes,
-                segment_of=make if source.whole is None else None,
+                segments_of=make if source.whole is None else None,
                 wants_reverse=source.whole is None and baseline.needs_reverse(remember=self._has_skips),
             )
             if update is None:

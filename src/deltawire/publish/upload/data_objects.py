@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ...delta.encode import encode_delta, encode_with_summary
+from ...delta.encode import encode_delta, encode_many
 from ...format.checkpoints.checkpoint import INDEX_FILE
 from ...format.content_hash import content_hash, new_hash
 from ...format.digest import Digest
@@ -17,7 +17,7 @@ from ...format.records.file_list import MOST_IN_RECORD, FileListRef, list_bytes
 from ...format.records.record_parts import FileEntry
 from ...store.base import Buffer, Store
 from ...store.keys import data_key, parse_data_key
-from ...tensors.bits import State
+from ...tensors.bits import State, UnwrittenTensor
 from ...tensors.gpu_handover import on_side_stream
 from ...tensors.state import state_digest
 from ..snapshots import Arrays
@@ -103,7 +103,7 @@ class Uploads:
 class Update:
     """The uploaded deltas of a state over the baseline. `deltas` has the same bytes by segment; unchanged segments have none.
 
-    `reverse` has the deltas back to the baseline, if they were asked for.
+    `reverse` has deltas back to the baseline, if they were asked for. The others are encoded when the baseline moves.
     """
 
     files: tuple[FileEntry, ...]
@@ -142,7 +142,8 @@ def upload_update(
     threads: int | None,
     *,
     limit: int,
-    segment_of: Callable[[int], State] | None = None,
+    segments_of: Callable[[Sequence[int]], State] | None = None,
+    batches: Sequence[Sequence[int]] | None = None,
     wants_reverse: bool = False,
 ) -> Update | None:
     """Encode a state against the baseline, which has the same table, and upload the deltas. Returns None if they reach `limit` bytes.
@@ -159,10 +160,12 @@ def upload_update(
         The number of threads that encode.
     limit
         The most bytes that deltas may have together.
-    segment_of
-        Makes the tensors of a segment, which are freed before those of the next one are made. None: they are those of `state`.
+    segments_of
+        Makes the tensors of segments, which are freed before those of the next ones are made. None: they are those of `state`.
+    batches
+        Which segments are made and encoded together: all of them, in order. None: one at a time. A GPU waits for the host between batches.
     wants_reverse
-        Whether deltas back to the baseline are encoded, too.
+        Whether deltas back to the baseline are encoded, too. Segments with tensors that are not written get none.
     """
     uploads = Uploads(location.pool)
     deltas: dict[int, bytes] = {}
@@ -171,26 +174,30 @@ def upload_update(
     changed = size = 0
     making = encoding = 0.0
     try:
-        for index, segment in enumerate(baseline.segments):
+        for batch in [[index] for index in range(len(baseline.segments))] if batches is None else batches:
             start = time.perf_counter()
-            new = baseline.part_of(state, index) if segment_of is None else segment_of(index)
+            new = state if segments_of is None else segments_of(batch)
             made = time.perf_counter()
-            delta, summary = encode_with_summary(baseline.part(index), new, threads=threads)
-            if wants_reverse and summary.tensors_changed:
-                reverse[index] = encode_delta(new, baseline.part(index), threads=threads)
+            encoded = encode_many([(baseline.part(index), baseline.part_of(new, index)) for index in batch], threads=threads)
+            for index, (_, summary) in zip(batch, encoded, strict=True):
+                part = baseline.part_of(new, index)
+                if wants_reverse and summary.tensors_changed and not any(isinstance(each, UnwrittenTensor) for each in part.values()):
+                    reverse[index] = encode_delta(part, baseline.part(index), threads=threads)
+                del part
             del new
             making += made - start
             encoding += time.perf_counter() - made
-            before += summary.before
-            after += summary.after
-            changed += summary.changed
-            if summary.tensors_changed:
-                deltas[index] = delta
-                size += len(delta)
-                if size >= limit:
-                    uploads.abandon()
-                    return None
-                uploads.start_delta(location, delta, segment)
+            for index, (delta, summary) in zip(batch, encoded, strict=True):
+                before += summary.before
+                after += summary.after
+                changed += summary.changed
+                if summary.tensors_changed:
+                    deltas[index] = delta
+                    size += len(delta)
+                    if size >= limit:
+                        uploads.abandon()
+                        return None
+                    uploads.start_delta(location, delta, baseline.segments[index])
         files, uploading = uploads.finish()
     except BaseException:
         uploads.abandon()

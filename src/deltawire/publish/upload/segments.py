@@ -104,3 +104,17 @@ def cut_segments(sizes: Sequence[int], *, segment_bytes: int = SEGMENT_BYTES, mo
     if first < len(sizes):
         segments.append(Segment(first, len(sizes) - first, raw))
     return tuple(segments)
+
+
+def cut_batches(costs: Sequence[int], most: int) -> tuple[range, ...]:
+    """Group segments, in order, into batches whose costs are together at most `most`. A batch has at least one segment."""
+    batches: list[range] = []
+    first = total = 0
+    for index, cost in enumerate(costs):
+        if index > first and total + cost > most:
+            batches.append(range(first, index))
+            first, total = index, 0
+        total += cost
+    if first < len(costs):
+        batches.append(range(first, len(costs)))
+    return tuple(batches)

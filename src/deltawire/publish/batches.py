@@ -1,0 +1,57 @@
+"""Which segments a GPU quantises and encodes together. It waits for the host between batches, so few batches are fast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..quantise import QuantisedLayout
+from ..tensors import torch_types
+from ..tensors.bits import State
+from .publication import Publication
+from .snapshots import Arrays, are_on_gpu
+from .upload.segments import Segment, TensorTable, cut_batches
+
+_BATCH_BYTES = 32 << 30
+"""The most bytes of weights that a GPU encodes at a time."""
+
+_WRITTEN_SHARE, _LEAST_WRITTEN = 1 / 80, 64 << 20
+"""How much memory of a GPU the new tensors of a batch may take if codes are not written: a share of the published bytes, or this many bytes
+if that is more. They are scales, and tensors that are not quantised."""
+
+
+def cut_for_gpu(publication: Publication, baseline: Arrays, segments: Sequence[Segment]) -> Sequence[Sequence[int]] | None:
+    """Return the batches of a publication that is encoded against a baseline.
+
+    Return None if segments are made and encoded one at a time: on the host, and if a GPU needs memory for all new tensors.
+    """
+    layout = publication.layout
+    if layout is not None:
+        return batches_of_quantised(layout, publication.table, publication.weights, segments)
+    if are_on_gpu(baseline) and are_on_gpu(publication.weights):
+        return cut_batches([segment.raw for segment in segments], _BATCH_BYTES)
+    return None
+
+
+def batches_of_quantised(
+    layout: QuantisedLayout, table: TensorTable, weights: State, segments: Sequence[Segment]
+) -> Sequence[Sequence[int]] | None:
+    """Return the batches of weights that one GPU quantises while it encodes them, so that codes are not written. None: it cannot."""
+    if torch_types.torch_tensor() is None or not layout.weights:
+        return None
+    first = weights[layout.weights[0].source]
+    device = torch_types.gpu_of(first) if torch_types.is_torch(first) else None
+    if device is None:
+        return None
+    from ..quantise.gpu.quantised_codes import can_be_quantised_as_read
+
+    if not can_be_quantised_as_read(layout.weights, weights, device):
+        return None
+    most = max(int(_WRITTEN_SHARE * table.state_bytes), _LEAST_WRITTEN)
+    return cut_batches([_written_bytes(layout, table, segment) for segment in segments], most)
+
+
+def _written_bytes(layout: QuantisedLayout, table: TensorTable, segment: Segment) -> int:
+    """Return the bytes of a segment's tensors that are not codes."""
+    end = segment.first + segment.count
+    each = zip(table.names[segment.first : end], table.sizes[segment.first : end], strict=True)
+    return sum(size for name, size in each if layout.outputs[name].role != "codes")
