@@ -43,6 +43,8 @@ struct Avx2 : OneByOne, SingleBits {
             for (unsigned c = 0; c < kContexts; ++c) m.bits[c] = pair[c & 3] & quad[c >> 2];
             return m;
         }
+        template <bool always, class T>
+        Masks masks(const T* elements) const { return (*this)(elements); }
 
     private:
         // Returns the contexts of 32 elements as bytes.
@@ -128,6 +130,9 @@ struct Avx2 : OneByOne, SingleBits {
             }
             for (unsigned j = 0; j < 4; ++j)
                 total_[j] = _mm256_add_epi32(total_[j], _mm256_mullo_epi32(sum[j], _mm256_set1_epi32(int32_t(multipliers.lane[j]))));
+        }
+        void add_two(const void* blocks, const Multipliers* multipliers) {
+            for (unsigned b = 0; b < 2; ++b) add(static_cast<const uint8_t*>(blocks) + 2 * kDigestBlock * b, multipliers[b]);
         }
         void finish(Lanes& lanes) const {
             for (unsigned j = 0; j < 4; ++j) {

@@ -44,6 +44,21 @@ struct Avx512 : SingleBits {
         }
     };
 
+    // Masks whose bits are in reverse order within each byte. They can be counted as they are.
+    struct ReversedMasks {
+        Masks of;
+        Masks ordered() const {
+            const __m512i reverse = _mm512_set1_epi64(int64_t(0x8040201008040201u));
+            return {_mm512_gf2p8affine_epi64_epi8(of.low, reverse, 0), _mm512_gf2p8affine_epi64_epi8(of.high, reverse, 0)};
+        }
+        void keep(uint64_t valid) {
+            of = ordered();
+            of.keep(valid);
+            of = ordered();
+        }
+        void store(uint64_t* out) const { ordered().store(out); }
+    };
+
     struct Counts {
         __m256i n;  // a piece holds fewer than 2^16 elements
         static Counts zero() { return {_mm256_setzero_si256()}; }
@@ -58,30 +73,66 @@ struct Avx512 : SingleBits {
         }
     };
 
+    // Counts that are rarely stored.
+    struct WideCounts {
+        __m512i low, high;  // contexts 0–7 and 8–15
+        static WideCounts zero() { return {_mm512_setzero_si512(), _mm512_setzero_si512()}; }
+        void store(int64_t* out) const {
+            _mm512_storeu_si512(out, low);
+            _mm512_storeu_si512(out + 8, high);
+        }
+        void store16(uint16_t* out) const {
+            _mm_storeu_si128((__m128i*)out, _mm512_cvtepi64_epi16(low));
+            _mm_storeu_si128((__m128i*)(out + 8), _mm512_cvtepi64_epi16(high));
+        }
+        void add(const ReversedMasks& m) {
+            low = _mm512_add_epi64(low, _mm512_popcnt_epi64(m.of.low));
+            high = _mm512_add_epi64(high, _mm512_popcnt_epi64(m.of.high));
+        }
+    };
+    // Those of masks that are stored for every group, or only for a few.
+    template <bool always>
+    using CountsOf = std::conditional_t<always, Counts, WideCounts>;
+
     // Sorts 64 elements into contexts. The constants of the rule stay in registers.
     class Sorter {
     public:
         explicit Sorter(const ContextRule& rule)
-            : shift_(_mm_cvtsi32_si128(rule.shift)), mask_(_mm512_set1_epi8(char(rule.mask))), top_(_mm512_set1_epi8(char(rule.top))), rule_(rule) {}
+            : shift_(_mm_cvtsi32_si128(rule.shift)),
+              mask_(_mm512_set1_epi8(char(rule.mask))),
+              top_(_mm512_set1_epi8(char(rule.top))),
+              least_(_mm512_set1_epi8(char(rule.top < int32_t(kContexts) ? 0 : rule.top - int32_t(kContexts - 1)))),
+              marked_top_(_mm512_set1_epi8(char(rule.top + kMark))),
+              rule_(rule) {}
 
         template <class T>
-        Masks operator()(const T* elements) const {
-            // Transposes each 8×8 bits: byte k < 4 of a quadword then holds bit k of its 8 contexts, in order, and byte 4 + k its complement, since
-            // bit 4 is set in all of them.
-            const __m512i marked = _mm512_or_si512(contexts(elements), _mm512_set1_epi8(16));
+        Masks operator()(const T* elements) const { return sort(contexts(elements)); }
+        // Returns masks that are stored for every group, or only for a few.
+        template <bool always, class T>
+        auto masks(const T* elements) const {
+            if constexpr (always) return (*this)(elements);
+            else return ReversedMasks{sort(contexts_of(_mm512_srl_epi16(load(elements), shift_)))};
+        }
+
+    private:
+        static constexpr int kMark = 16;  // bit 4 of a context, which is set in all of them
+
+        // Sorts marked contexts, with each 8 of them in reverse order.
+        static Masks sort(__m512i marked) {
+            // Transposes each 8×8 bits: byte k < 4 of a quadword then holds bit k of its 8 contexts, in order, and byte 4 + k its complement.
             const __m512i planes = _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64(int64_t(0x1814121108040201u)), marked, 0);
             const auto plane = [&](unsigned k) { return _mm512_permutexvar_epi8(load(kPlane[k]), planes); };
             const __m512i x = _mm512_ternarylogic_epi64(plane(0), plane(1), plane(2), 0x80);  // and
             const __m512i top = plane(3);
             return {_mm512_andnot_si512(top, x), _mm512_and_si512(top, x)};
         }
-
-    private:
-        // Returns the contexts of 64 elements as bytes, with each 8 of them in reverse order.
+        __m512i contexts_of(__m512i exponents) const {
+            return _mm512_sub_epi8(marked_top_, _mm512_max_epu8(_mm512_min_epu8(_mm512_and_si512(exponents, mask_), top_), least_));
+        }
+        // Returns the marked contexts of 64 elements as bytes, with each 8 of them in reverse order.
         template <class T>
         __m512i contexts(const T* elements) const {
-            const __m512i last = _mm512_set1_epi8(kContexts - 1);
-            if constexpr (sizeof(T) < 8) return _mm512_min_epu8(_mm512_subs_epu8(top_, _mm512_and_si512(exponents(elements), mask_)), last);
+            if constexpr (sizeof(T) < 8) return contexts_of(exponents(elements));
             alignas(64) uint8_t bytes[kGroup];
             const __m512i mask = _mm512_set1_epi64(rule_.mask), top = _mm512_set1_epi64(rule_.top);
             for (unsigned i = 0; i < kGroup; i += 8) {
@@ -89,7 +140,7 @@ struct Avx512 : SingleBits {
                 const __m512i d = _mm512_max_epi64(_mm512_sub_epi64(top, e), _mm512_setzero_si512());
                 _mm_storel_epi64((__m128i*)(bytes + i), _mm512_cvtepi64_epi8(_mm512_min_epi64(d, _mm512_set1_epi64(kContexts - 1))));
             }
-            return _mm512_permutexvar_epi8(load(kReverse8), load(bytes));
+            return _mm512_permutexvar_epi8(load(kReverse8), _mm512_or_si512(load(bytes), _mm512_set1_epi8(kMark)));
         }
         // Returns the low bytes of the shifted elements.
         __m512i exponents(const uint8_t* p) const { return _mm512_permutexvar_epi8(load(kReverse8), _mm512_srl_epi16(load(p), shift_)); }
@@ -105,7 +156,7 @@ struct Avx512 : SingleBits {
         }
 
         __m128i shift_;
-        __m512i mask_, top_;
+        __m512i mask_, top_, least_, marked_top_;
         ContextRule rule_;
     };
 
@@ -151,20 +202,48 @@ struct Avx512 : SingleBits {
     class Digest {
     public:
         void add(const void* block, const Multipliers& multipliers) {
+            const auto* const table = factors();
             __m512i sum[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
 #pragma GCC unroll 8
             for (unsigned v = 0; v < kDigestBlock / 32; ++v) {
                 const __m512i x = load(static_cast<const uint8_t*>(block) + 64 * v);
-                for (unsigned j = 0; j < 4; ++j) sum[j] = _mm512_dpwssd_epi32(sum[j], x, _mm512_load_si512(&kDigestTable.by_lane[j][32 * v]));
+                for (unsigned j = 0; j < 4; ++j) sum[j] = _mm512_dpwssd_epi32(sum[j], x, _mm512_load_si512(&table[j][32 * v]));
             }
-            for (unsigned j = 0; j < 4; ++j)
-                total_[j] = _mm512_add_epi32(total_[j], _mm512_mullo_epi32(sum[j], _mm512_set1_epi32(int32_t(multipliers.lane[j]))));
+            add_sums(sum, multipliers);
+        }
+        // Adds two blocks, and loads the table once.
+        void add_two(const void* blocks, const Multipliers* multipliers) {
+            const auto* const table = factors();
+            const __m512i zero = _mm512_setzero_si512();
+            __m512i sum[2][4] = {{zero, zero, zero, zero}, {zero, zero, zero, zero}};
+#pragma GCC unroll 8
+            for (unsigned v = 0; v < kDigestBlock / 32; ++v) {
+                const auto* const at = static_cast<const uint8_t*>(blocks) + 64 * v;
+                const __m512i x = load(at), y = load(at + 2 * kDigestBlock);
+                for (unsigned j = 0; j < 4; ++j) {
+                    const __m512i lane = _mm512_load_si512(&table[j][32 * v]);
+                    sum[0][j] = _mm512_dpwssd_epi32(sum[0][j], x, lane);
+                    sum[1][j] = _mm512_dpwssd_epi32(sum[1][j], y, lane);
+                }
+            }
+            for (unsigned b = 0; b < 2; ++b) add_sums(sum[b], multipliers[b]);
         }
         void finish(Lanes& lanes) const {
             for (unsigned j = 0; j < 4; ++j) lanes[j] += uint32_t(_mm512_reduce_add_epi32(total_[j]));
         }
 
     private:
+        // Returns the table in a way that hides it from the compiler, which would otherwise keep a part of it in the registers that `Sorter` needs.
+        static const int16_t (*factors())[kDigestBlock] {
+            const int16_t(*table)[kDigestBlock] = kDigestTable.by_lane;
+            asm("" : "+r"(table));
+            return table;
+        }
+        void add_sums(const __m512i (&sum)[4], const Multipliers& multipliers) {
+            for (unsigned j = 0; j < 4; ++j)
+                total_[j] = _mm512_add_epi32(total_[j], _mm512_mullo_epi32(sum[j], _mm512_set1_epi32(int32_t(multipliers.lane[j]))));
+        }
+
         __m512i total_[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
     };
 };

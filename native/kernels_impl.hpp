@@ -75,6 +75,9 @@ struct OneByOne {
         }
     };
 
+    template <bool always>
+    using CountsOf = Counts;
+
     // Writes the targets below `limit`, minus `seen`, to `out`, and returns how many there are.
     static uint32_t take(const uint32_t* targets, uint32_t seen, uint32_t limit, uint16_t* out) {
         uint32_t n = 0;
@@ -100,7 +103,11 @@ struct Kernel {
             : piece_(piece), multipliers_(multipliers), whole_(count / kElements), rest_(count % kElements) {}
         void before_group(uint32_t g) {
             constexpr uint32_t groups = kElements / kGroup;
-            if (g % groups == 0 && g / groups < whole_) sums_.add(piece_ + g * kGroup, multipliers_[g / groups]);
+            if (g % (2 * groups) != 0) return;
+            const T* const at = piece_ + g * kGroup;
+            const uint32_t block = g / groups;
+            if (block + 1 < whole_) sums_.add_two(at, multipliers_ + block);
+            else if (block < whole_) sums_.add(at, multipliers_[block]);
         }
         void finish(Lanes& lanes) {
             if (rest_) {
@@ -124,19 +131,23 @@ struct Kernel {
                      Lanes& lanes) {
         const typename Isa::Sorter sort(rule);
         const bool floating = rule.mask != 0;
-        typename Isa::Counts counts = Isa::Counts::zero();
         DigestAlong<T> digest(base, count, multipliers);
         uint16_t* positions = out.positions;
+        // Few groups of one-byte floats have changes, because such floats are coarse. A branch costs less than always noting what only changes need.
+        constexpr bool always = sizeof(T) > 1;
+        auto counts = Isa::template CountsOf<always>::zero();
         const auto group = [&](uint32_t g, const T* a, const T* b, uint64_t valid) {
             const uint64_t changed = Isa::differ(a, b);  // comes first, so that `a` is loaded once for both
             if (floating) {
-                typename Isa::Masks masks = sort(a);
+                auto masks = sort.template masks<always>(a);
                 if (valid != ~uint64_t(0)) masks.keep(valid);
-                masks.store(out.masks[g]);
-                counts.store16(out.ranks[g]);
+                if (always || changed) {
+                    masks.store(out.masks[g]);
+                    counts.store16(out.ranks[g]);
+                }
                 counts.add(masks);
             }
-            positions = Isa::positions(changed, uint16_t(g * kGroup), positions);
+            if (always || changed) positions = Isa::positions(changed, uint16_t(g * kGroup), positions);
         };
         const uint32_t whole = count / kGroup;
         for (uint32_t g = 0; g < whole; ++g) {

@@ -19,6 +19,8 @@ struct Scalar : OneByOne {
             for (unsigned i = 0; i < kGroup; ++i) m.bits[context[i]] |= uint64_t(1) << i;
             return m;
         }
+        template <bool always, class T>
+        Masks masks(const T* elements) const { return (*this)(elements); }
     };
 
     template <class T>
@@ -60,6 +62,9 @@ struct Scalar : OneByOne {
                 for (unsigned i = 0; i < kDigestBlock; ++i) sum += uint32_t(int32_t(words[i]) * kDigestTable.by_lane[j][i]);
                 total_[j] += multipliers.lane[j] * sum;
             }
+        }
+        void add_two(const void* blocks, const Multipliers* multipliers) {
+            for (unsigned b = 0; b < 2; ++b) add(static_cast<const uint8_t*>(blocks) + 2 * kDigestBlock * b, multipliers[b]);
         }
         void finish(Lanes& lanes) const {
             for (unsigned j = 0; j < 4; ++j) lanes[j] += total_[j];

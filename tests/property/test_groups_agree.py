@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_tensors import tensor_pairs
+from random_tensors import contents, tensor_pairs
 from support import NATIVE, bits_of
 from thorough import examples
 
@@ -159,6 +159,25 @@ def test_packed_groups_of_whole_tiles_agree(kind, density):
     payload, wanted = encoded(kind, [base], [new])
     assert wanted.changed.tolist() == [int(chosen.sum())]
     check_resolves(kind, [base], [new], payload, wanted)
+
+
+@pytest.mark.parametrize("kind", [PAYLOAD_TYPES[4], PAYLOAD_TYPES[9], F4_E2M1], ids=lambda kind: kind.name)
+def test_threads_that_share_a_block_agree(kind):
+    """Threads scan 16 tiles at a time. Chunks end within these, and tiles with many changes stand beside tiles with few or none."""
+    rng = np.random.default_rng(kind.code)
+    tile = 16384 * kind.width // 8
+    sizes = [19 * tile + 64, 40, 21 * tile]
+    bases = [contents(rng, "weights", kind.dtype, size // kind.dtype.itemsize) for size in sizes]
+    news = [base.copy() for base in bases]
+    for new in news:
+        bits, density = new.view(np.uint8), np.full(new.nbytes, 0.001)
+        for first, last, share in ((2, 5, 0), (5, 8, 0.9), (17, 18, 0.06)):
+            density[first * tile : last * tile] = share
+        changes = rng.random(new.nbytes) < density
+        bits[changes] ^= rng.integers(1, 8, int(changes.sum()), np.uint8)
+    payload, wanted = encoded(kind, bases, news, threads=(1, 2, 5))
+    assert len(inspect_group(payload, kind)[0]) >= 3
+    assert min(wanted.changed[[0, 2]]) > 1 << 14
 
 
 def test_several_groups_and_old_payloads_share_a_resolution():

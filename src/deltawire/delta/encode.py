@@ -44,7 +44,8 @@ def encode_delta(base: State, new: State, *, dtype: WireDType | None = None, thr
 
     States map names to NumPy arrays (bf16 and fp8 as `ml_dtypes`) or torch tensors on the CPU or a GPU, of any shape and strides. The same
     states give the same bytes, on any device and with any number of threads. Beyond its inputs the call needs memory of about twice the
-    size of the result, and on a GPU about 0.2 GB there, or 2% of the weights if that is more (docs/gpu.md).
+    size of the result, at most 64 MB for each thread if there are several, and on a GPU about 0.2 GB there, or 2% of the weights if that is
+    more (docs/gpu.md).
 
     Raises a `TensorError` if a tensor cannot be encoded.
 
