@@ -9,103 +9,41 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from record_samples import (
+    ANCHOR,
+    ANCHOR_2,
+    ANCHOR_SHORTCUT,
+    ATTACHED,
+    CHECKPOINT,
+    DELTA,
+    DELTA_2,
+    DELTA_3,
+    DIGEST,
+    FENCE,
+    FENCE_2,
+    FIRST,
+    HASH,
+    ID,
+    OTHER,
+    RECIPE,
+    RECORDS,
+    REWIND,
+    SKIP,
+    data_file,
+    refused,
+    segment,
+    spelled,
+)
 
 from deltawire import Digest
 from deltawire.errors import CorruptRecord, LimitExceeded, UnsupportedVersion
 from deltawire.format.records.canonical import MAX_RECORD_BYTES
-from deltawire.format.records.collection_records import Mark, Pin
-from deltawire.format.records.file_list import MAX_LIST_BYTES, MOST_LISTED, FileListRef, list_bytes, parse_list
-from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, RecipeRecord, Signature, link_targets
-from deltawire.format.records.run_records import Epoch, Head, Run
-from deltawire.format.records.version_records import Commit, Shortcut
+from deltawire.format.records.collection_records import Pin
+from deltawire.format.records.record_parts import CommitRef, Limits, RecipeRecord
+from deltawire.format.records.run_records import Run
+from deltawire.format.records.version_records import Commit
 
-ID, HASH, OTHER = "0123456789abcdef" * 2, "ab" * 32, "cd" * 32
-DIGEST = Digest((1, 2, 3, 4))
-
-
-def data_file(name=None, first=None, count=None, raw=100, hash_=HASH, suffix="safetensors"):
-    return FileEntry(f"data/0000000003/00000000000000000008/{hash_}.{suffix}", 50, raw, hash_, name, first, count)
-
-
-def segment(first, count, raw=50):
-    return data_file(None, first, count, raw)
-
-
-CHECKPOINT = (data_file("model.safetensors"), data_file("config.json", raw=0, hash_=OTHER, suffix="file"))
-SIGNATURE = Signature(HASH, "ef" * 64)
-DELTA = Commit(
-    id=ID,
-    seq=8,
-    epoch=3,
-    nonce=ID,
-    kind="delta",
-    parent=HASH,
-    links=tuple((m, HASH) for m in link_targets(8)),
-    base=CommitRef(7, OTHER, Digest()),
-    state_seq=8,
-    updates=5,
-    digest=DIGEST,
-    state_bytes=100,
-    tensors=4,
-    changed=3,
-    step=None,
-    time=1,
-    files=(segment(0, 1), segment(2, 2)),
-    meta={"note": "größer"},
-    signature=SIGNATURE,
-)
-ANCHOR = dataclasses.replace(DELTA, kind="anchor", base=None, files=CHECKPOINT, changed=0, step=12, signature=None)
-FENCE = dataclasses.replace(DELTA, kind="fence", base=CommitRef(7, OTHER, DIGEST), state_seq=6, files=(), changed=0)
-REWIND = dataclasses.replace(FENCE, kind="rewind", state_seq=8, base=CommitRef(2, OTHER, DIGEST))
-FIRST = Commit(ID, 0, 1, ID, "fence", None, (), None, None, 0, None, 0, 0, 0, None, 1, ())
-ATTACHED = tuple(data_file(name, raw=0, hash_=OTHER, suffix="file") for name in ("config.json", "tokenizer.json"))
-DELTA_2 = dataclasses.replace(DELTA, run="my run", attachments=ATTACHED)
-ANCHOR_2 = dataclasses.replace(ANCHOR, run="my run", files=CHECKPOINT[:1], attachments=ATTACHED)
-FENCE_2 = dataclasses.replace(FENCE, run="my run", attachments=())
-RECIPE = RecipeRecord("fp8-block", 1, {"scale": "fp32", "sticky": True, "ignore": ["re:.*lm_head$"], "group_size": 32})
-DELTA_3 = dataclasses.replace(DELTA_2, recipe=RECIPE)
-LISTED = FileListRef(f"data/0000000003/00000000000000000008/{HASH}.file", 300, 2, 100)
-LISTED_DELTA = dataclasses.replace(DELTA_2, files=(), file_list=LISTED)
-LISTED_ANCHOR = dataclasses.replace(ANCHOR_2, files=(), file_list=LISTED)
-SKIP = Shortcut(ID, 3, ID, 1, CommitRef(8, HASH, DIGEST), CommitRef(4, OTHER, Digest()), 100, 4, DELTA.files, SIGNATURE)
-ANCHOR_SHORTCUT = dataclasses.replace(SKIP, base=None, files=CHECKPOINT, signature=None)
-LISTED_SKIP = dataclasses.replace(SKIP, files=(), file_list=LISTED)
-
-RECORDS = {
-    "run": Run("my run", ID, 1, Limits(1, 2, 3)),
-    "epoch": Epoch(ID, 3, ID, 1, None),
-    "resumed epoch": Epoch(ID, 3, ID, 1, 77, SIGNATURE),
-    "epoch of version 1": Epoch(ID, 3, ID, 1, 77, version=1),
-    "delta": DELTA,
-    "delta with attachments": DELTA_2,
-    "anchor with attachments": ANCHOR_2,
-    "quantised delta": DELTA_3,
-    "quantised anchor": dataclasses.replace(ANCHOR_2, recipe=RecipeRecord("of-the-future", 77)),
-    "fence of version 2": FENCE_2,
-    "delta with a file list": LISTED_DELTA,
-    "anchor with a file list": LISTED_ANCHOR,
-    "quantised delta with a file list": dataclasses.replace(LISTED_DELTA, recipe=RECIPE),
-    "skip with a file list": LISTED_SKIP,
-    "anchor": ANCHOR,
-    "fence": FENCE,
-    "first fence": FIRST,
-    "rewind": REWIND,
-    "skip": SKIP,
-    "anchor shortcut": ANCHOR_SHORTCUT,
-    "mark": Mark(ID, 2, 3, 40, ID, 1),
-    "pin": Pin(ID, "host-1.reader_2", 9, 60),
-    "head": Head(2**63 - 1),
-}
 ALL = pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS.keys())
-
-
-def spelled(document):
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
-
-
-def refused(record, document):
-    with pytest.raises(CorruptRecord):
-        type(record).parse(document if isinstance(document, bytes) else spelled(document))
 
 
 def places(value, path=()):
@@ -455,79 +393,3 @@ def never_misread(record, changed):
     except (CorruptRecord, UnsupportedVersion):
         return
     assert found.to_bytes() == changed
-
-
-def many_files(count):
-    """Return the files of a delta by `ranks` ranks: one run of tensors, of which each covers a part."""
-    folder = LISTED.folder
-    hashes = [f"{number:064x}" for number in range(count)]
-    return tuple(FileEntry(f"{folder}/{hash_}.safetensors", 50, 1, hash_, None, 0, 4) for hash_ in hashes)
-
-
-def listing(record, files, **changed):
-    """Return a record that has a file list of these files, and the list."""
-    data = list_bytes(files)
-    told = {"size": len(data), "files": len(files), "bytes": sum(entry.size for entry in files)} | changed
-    return dataclasses.replace(record, state_bytes=max(100, len(files)), file_list=dataclasses.replace(LISTED, **told)), data
-
-
-def test_a_list_of_thousands_of_files_is_read_as_it_was_written():
-    files = many_files(4100)
-    record, data = listing(LISTED_DELTA, files)
-    assert Commit.parse(record.to_bytes()) == record
-    assert len(record.to_bytes()) < 4096
-    assert len(data) < 100 * len(files)
-    assert parse_list(data, record, Limits()) == files
-    assert (record.file_count, record.stored_bytes) == (4100, len(data) + 50 * 4100)
-    checkpoint = (*CHECKPOINT[:1], data_file("model.safetensors.index.json", raw=0, hash_=OTHER, suffix="file"))
-    record, data = listing(LISTED_ANCHOR, checkpoint)
-    assert parse_list(data, record, Limits()) == checkpoint
-
-
-def test_a_record_with_a_list_names_no_files_and_claims_no_more_than_the_limits():
-    for record in (LISTED_DELTA, LISTED_ANCHOR, LISTED_SKIP):
-        refused(record, record.plain() | {"files": [segment(0, 1).plain()]})
-        for change in ({"files": 0}, {"files": MOST_LISTED + 1}, {"size": 0}, {"size": MAX_LIST_BYTES + 1}, {"key": CHECKPOINT[0].key}):
-            refused(record, record.plain() | {"list": LISTED.plain() | change})
-    refused(LISTED_DELTA, FENCE_2.plain() | {"version": 4, "recipe": None, "list": LISTED.plain()})
-    with pytest.raises(LimitExceeded):
-        Limits(100, 10, 50).check(dataclasses.replace(LISTED_DELTA, file_list=dataclasses.replace(LISTED, size=1, bytes=10**9)))
-    with pytest.raises(LimitExceeded):
-        list_bytes(many_files(1) * (MOST_LISTED + 1))
-
-
-def row_with(**changed):
-    return [{**dict(zip(("blake3", "size", "raw", "name", "first", "count"), [HASH, 50, 50, None, 0, 1], strict=True)), **changed}]
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        row_with() * 3,
-        row_with(blake3="../../x"),
-        row_with(blake3=None),
-        row_with(size=-1),
-        row_with(size=51),
-        row_with(raw=1.5),
-        row_with(raw=101),
-        row_with(name="model.safetensors"),
-        row_with(name=7),
-        row_with(first=None),
-        row_with(count=0),
-        row_with(first=3, count=2),
-        [{"blake3": HASH}],
-        [7],
-    ],
-)
-def test_a_list_that_does_not_fit_its_record_is_refused(rows):
-    record, _ = listing(LISTED_DELTA, [segment(0, 1)])
-    assert parse_list(list_bytes([segment(0, 1)]), record, Limits())
-    plain = [list(row.values()) if isinstance(row, dict) else row for row in rows]
-    for document in ({"files": plain}, {"files": plain, "more": 1}, {"files": {}}):
-        with pytest.raises(CorruptRecord):
-            parse_list(spelled({"deltawire": "files", "version": 1} | document), record, Limits())
-    with pytest.raises(LimitExceeded):
-        parse_list(list_bytes([segment(0, 1)]), record, Limits(file_bytes=49))
-    with pytest.raises(UnsupportedVersion):
-        parse_list(list_bytes([segment(0, 1)]).replace(b'"version":1', b'"version":2'), record, Limits())
