@@ -11,6 +11,7 @@
 #include "nonfinite.hpp"
 #include "parallel.hpp"
 #include "payload.hpp"
+#include "progress.hpp"
 #include "quantise_bindings.hpp"
 
 namespace nb = nanobind;
@@ -374,6 +375,7 @@ NB_MODULE(_native, m) {
     m.def("reaching", &py_reaching, "arrays"_a, "masks"_a, "limits"_a, "threads"_a);
     m.def("write_elements", &py_write_elements, "array"_a, "indices"_a, "values"_a);
     m.def("inspect", &py_inspect, "payload"_a, "type"_a, "old"_a);
+    m.def("bytes_done", [] { return bytes_done.load(std::memory_order_relaxed); });
     m.def("find_chunks", &py_find_chunks, "payload"_a);
     nb::class_<PyResolution>(m, "Resolution")
         .def(nb::init<unsigned, size_t, bool, const std::string&>(), "threads"_a, "budget"_a, "defer"_a, "isa"_a)

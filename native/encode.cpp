@@ -5,6 +5,7 @@
 #include "codec.hpp"
 #include "parallel.hpp"
 #include "piece.hpp"
+#include "progress.hpp"
 
 namespace deltawire {
 namespace {
@@ -56,7 +57,7 @@ uint32_t top_exponent(const EncodeGroup& group, const Tiles& tiles, const Block&
     return sample[at];
 }
 
-// What scanning a tile finds out: its changes are collected as if the tile were a chunk.
+// The result of scanning a tile: its changes are collected as if the tile were a chunk.
 struct TileCounts {
     struct Context {
         uint16_t changes, next_rank, seen;  // as in `Collected`; a tile has 2^14 elements
@@ -102,7 +103,7 @@ public:
         const uint64_t end = block.first_tile + block.tiles;
         chunk_.reset(group.type.contexts());
         OpenChunk open{block.first_tile};
-        for_each_tile(tiles, block.first_tile, block.tiles, changed, [&](const Segment& tile) {
+        for_each_tile(group, tiles, block.first_tile, block.tiles, changed, [&](const Segment& tile) {
             const uint32_t changes = collect(group, tile, top, block.before, block.after);
             open.add(uint32_t(tile.elements), changes);
             if (open.is_full() || open.first_tile + open.tiles == end) {
@@ -118,7 +119,7 @@ public:
     ScannedTiles<E> scan(const EncodeGroup& group, const Tiles& tiles, uint64_t first, uint32_t n, uint32_t top, std::vector<int64_t>& changed) {
         ScannedTiles<E> out;
         out.tiles.reserve(n);
-        for_each_tile(tiles, first, n, changed, [&](const Segment& tile) {
+        for_each_tile(group, tiles, first, n, changed, [&](const Segment& tile) {
             chunk_.reset(group.type.contexts());
             TileCounts& counts = out.tiles.emplace_back();
             counts.elements = uint32_t(tile.elements);
@@ -154,12 +155,13 @@ public:
 private:
     // Calls `use(tile)`, which returns the number of changes, for each of `n` tiles.
     template <class Use>
-    void for_each_tile(const Tiles& tiles, uint64_t first, uint32_t n, std::vector<int64_t>& changed, Use use) {
+    void for_each_tile(const EncodeGroup& group, const Tiles& tiles, uint64_t first, uint32_t n, std::vector<int64_t>& changed, Use use) {
         tiles.for_each_segment(first, n, [&](const Segment& s) {
             uint64_t changes = 0;
             for (uint64_t at = 0; at < s.elements; at += kTile)
                 changes += use(Segment{s.tensor, s.first + at, std::min<uint64_t>(kTile, s.elements - at), s.line + uint32_t(at)});
             if (changes) std::atomic_ref(changed[s.tensor]).fetch_add(int64_t(changes), std::memory_order_relaxed);
+            bytes_done.fetch_add(group.type.bytes_of(s.elements), std::memory_order_relaxed);
             return true;
         });
     }
@@ -236,7 +238,7 @@ private:
 using Encoders = PerWidth<BlockEncoder>;  // of one thread
 
 inline constexpr size_t kBlocksOfThread = 4;
-inline constexpr uint32_t kSpanTiles = kBlockTiles < 16 ? kBlockTiles : 16;  // what a thread scans at a time
+inline constexpr uint32_t kSpanTiles = kBlockTiles < 16 ? kBlockTiles : 16;  // the tiles that a thread scans at a time
 
 // A block that several threads encode together: they scan its tiles; the numbers of changes then decide where its chunks end; they encode the chunks.
 class SharedBlock {

@@ -6,6 +6,7 @@
 #include "parallel.hpp"
 #include "payload.hpp"
 #include "piece.hpp"
+#include "progress.hpp"
 
 namespace deltawire {
 namespace {
@@ -332,7 +333,11 @@ std::vector<Resolution::Outcome> Resolution::add(std::vector<ResolveGroup> group
         groups_.push_back(std::make_unique<Group>(std::move(given)));
         split(*groups_.back());
     }
-    parallel_for(units_.size() - first_unit, workers_, [&](auto& worker, size_t u) { worker->resolve(units_[first_unit + u]); });
+    parallel_for(units_.size() - first_unit, workers_, [&](auto& worker, size_t u) {
+        Unit& unit = units_[first_unit + u];
+        worker->resolve(unit);
+        bytes_done.fetch_add(unit.group->given.type.bytes_of(unit.chunk.elements), std::memory_order_relaxed);
+    });
     std::vector<Outcome> out(groups.size());
     for (size_t g = 0; g < out.size(); ++g) {
         const Group& group = *groups_[first_group + g];

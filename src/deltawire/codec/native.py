@@ -150,6 +150,14 @@ Facts: TypeAlias = tuple[NDArray[np.int64], list[int], list[int]]
 """A row for each chunk (mode, size, changed, bytes), then the number of changes by value mode, then by bit length of their step."""
 
 
+def bytes_done() -> int:
+    """Return how many bytes of weights native code has encoded or decoded in this process.
+
+    Returns 0 if the extension was built before it had this function, as in a source tree after an update.
+    """
+    return _native.bytes_done() if hasattr(_native, "bytes_done") else 0
+
+
 def inspect_payload(payload: Buffer, dtype: DType) -> Facts:
     """Return what a payload of version 1 or 2 says without its base. The size of a chunk is its number of elements."""
     return _inspect(payload, PAYLOAD_TYPES[dtype.code], True)

@@ -24,6 +24,7 @@ from ..tensors.casting import Casting, Casts, WireDType
 from ..tensors.columns import Columns
 from ..tensors.names import check_names
 from ..tensors.state import Progress, codec_for, digest_tensors, thread_count
+from .progress import reporting
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +151,12 @@ def _encode(
 ) -> tuple[bytes, DeltaSummary]:
     """Pass everything after the header to `write`, piece by piece, and return the header, which belongs before it."""
     work = _work_on(base, new, casting, threads)
-    return _write(work, work.codec.encode_groups([group for _, group in work.groups], threads), threads, write, progress)
+    with reporting(progress, work.weight_bytes):
+        found = work.codec.encode_groups([group for _, group in work.groups], threads)
+    return _write(work, found, threads, write)
 
 
-def _write(
-    work: _Work, found: Sequence[EncodedGroup], threads: int, write: Callable[[Buffer], object], progress: Progress | None = None
-) -> tuple[bytes, DeltaSummary]:
+def _write(work: _Work, found: Sequence[EncodedGroup], threads: int, write: Callable[[Buffer], object]) -> tuple[bytes, DeltaSummary]:
     """Do what `_encode` does, with groups that are encoded already."""
     before, after = work.before, work.after
     body: list[Buffer] = [work.start]
@@ -171,8 +172,6 @@ def _write(
     header = grouped.header(before, after, body, threads=threads > 1)
     for piece in body:
         write(piece)
-    if progress:
-        progress(work.weight_bytes)
     size = len(header) + sum(map(len, body))
     return header, DeltaSummary(size, work.weight_bytes, work.elements, changed, tensors_changed, before, after)
 

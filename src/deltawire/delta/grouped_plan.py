@@ -23,6 +23,7 @@ from ..tensors.state import Progress, digest_tensors
 from .overlaps import are_separate, check_overlap
 from .patch import check_writable
 from .plan import AddedTensor, check_added, check_structure, cut_parts, resolve_plan
+from .progress import reporting
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,19 +201,21 @@ class GroupedPlan:
         first = [group for group, _ in self._aliases if not self.writes[group.members[0]]]
         last = [*self._groups, *(group for group, _ in self._aliases if self.writes[group.members[0]])]
         done = 0
-        for groups in (first, last):
-            if not groups:
-                continue
-            outcomes = resolution.add_groups([self._resolve_group(group) for group in groups], self.file.data)
-            for group, outcome in zip(groups, outcomes, strict=True):
-                self.changed[group.members] = outcome.changed
-                self.numbers[group.members] = np.arange(done, done + len(group.members))
-                done += len(group.members)
-                before += Digest(outcome.before)
-                after += Digest(outcome.after)
-        if progress:
-            progress(sum(tensor.nbytes for tensor in self.tensors) if self._columns is None else int(self._columns.layout.nbytes.sum()))
+        with reporting(progress, 0 if progress is None else self._nbytes()):
+            for groups in (first, last):
+                if not groups:
+                    continue
+                outcomes = resolution.add_groups([self._resolve_group(group) for group in groups], self.file.data)
+                for group, outcome in zip(groups, outcomes, strict=True):
+                    self.changed[group.members] = outcome.changed
+                    self.numbers[group.members] = np.arange(done, done + len(group.members))
+                    done += len(group.members)
+                    before += Digest(outcome.before)
+                    after += Digest(outcome.after)
         return before, after
+
+    def _nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors) if self._columns is None else int(self._columns.layout.nbytes.sum())
 
     def _resolve_group(self, group: Group) -> ResolveGroup:
         held, seeds = len(self.tensors), self.keys.seeds[group.members]
