@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from journal import Journal
 from safetensors.numpy import load_file
-from small_model import Journal, bits, state_of
+from small_model import bits, state_of
 
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect

@@ -36,8 +36,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "benchmarks")
 import seaweed  # noqa: E402
 from actors import ACTORS, FENCED, Setting  # noqa: E402
 from checker import Seen, Verdict, check  # noqa: E402
+from journal import lines_of  # noqa: E402
 from servers import BUCKET, KEY, SECRET, answers, create_bucket, find_program, s3_server  # noqa: E402
-from small_model import lines_of  # noqa: E402
 
 from deltawire.format.records.signing import SigningKey  # noqa: E402
 

@@ -1,9 +1,7 @@
-"""A model that any process can recompute from the number of a training step, and the journals that record what processes did."""
+"""A model that any process can recompute from the number of a training step."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,18 +27,3 @@ def state_of(step: int) -> dict[str, Any]:
 
 def bits(state: Any) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return {name: (str(array.dtype), tuple(array.shape), np.asarray(array).tobytes()) for name, array in state.items()}
-
-
-class Journal:
-    """A file of lines. A line is on disk once `write` returns, even if the process is killed then."""
-
-    def __init__(self, path: Path | str) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-    def write(self, *values: object) -> None:
-        os.write(self._file, (" ".join(map(str, values)) + "\n").encode())
-        os.fsync(self._file)
-
-
-def lines_of(journal: Path) -> list[list[str]]:
-    return [line.split() for line in journal.read_text().splitlines()] if journal.exists() else []

@@ -8,13 +8,13 @@ import struct
 import numpy as np
 import pytest
 from blake3 import blake3
+from decoding import check_decoding
 from make import CASES, HERE, MANIFEST, facts, read_state
 from old_deltas import encode_old, split_old
 from safetensors import safe_open
 from support import CODECS, bits_of, copied
 
 import deltawire
-from deltawire.codec import using_codec
 from deltawire.codec.reference import decoder, terms
 from deltawire.codec.reference.payload import CODED
 from deltawire.delta.inspect import inspect_delta
@@ -49,17 +49,7 @@ def test_golden_deltas_are_untouched(name):
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_deltas_decode_to_what_is_on_record(name, codec):
-    golden, delta = GOLDEN[name], delta_of(name)
-    with using_codec(codec):
-        state = base_of(name)
-        assert deltawire.state_digest(state).hex() == golden["before"]
-        patch = deltawire.resolve_delta(state, delta)
-        deltawire.apply_delta(state, delta)
-        assert facts(state) == golden["result"]
-        assert deltawire.state_digest(state).hex() == golden["after"]
-        state = base_of(name)
-        patch.apply(state)
-        assert facts(state) == golden["result"]
+    check_decoding(codec, lambda: base_of(name), delta_of(name), GOLDEN[name])
 
 
 @pytest.mark.parametrize("name", NAMES)

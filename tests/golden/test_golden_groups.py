@@ -6,6 +6,7 @@ import json
 
 import pytest
 from blake3 import blake3
+from decoding import check_decoding
 from make import CASES, HERE, facts, read_state, training_step
 from make_groups import GROUPS, MANIFEST, MORE_CASES
 from make_parts import CUTS, part
@@ -49,16 +50,7 @@ def test_golden_deltas_decode_to_what_is_on_record(name, codec):
     golden, delta = GOLDEN[name], delta_of(name)
     split = split_delta(delta)
     assert [split.before.hex(), split.after.hex()] == [golden["before"], golden["after"]]
-    with using_codec(codec):
-        state = base_of(name)
-        assert deltawire.state_digest(state).hex() == golden["before"]
-        patch = deltawire.resolve_delta(state, delta)
-        deltawire.apply_delta(state, delta)
-        assert facts(state) == golden["result"]
-        assert deltawire.state_digest(state).hex() == golden["after"]
-        state = base_of(name)
-        patch.apply(state)
-        assert facts(state) == golden["result"]
+    check_decoding(codec, lambda: base_of(name), delta, golden)
 
 
 @pytest.mark.parametrize("codec", CODECS)

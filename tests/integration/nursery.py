@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from journal import Journal
 from safetensors.numpy import load_file
 from support import PACKAGE, bits_of
 
@@ -97,21 +98,6 @@ class Nursery:
         answer = self._process.stdout.readline()
         assert answer, f"the nursery has ended:\n{self._log.read_text()[-8000:]}"
         return int(answer)
-
-
-class Journal:
-    """A file of lines that records what a child did. A line is on disk once `write` returns."""
-
-    def __init__(self, path: Path | str) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-
-    def write(self, *values: object) -> None:
-        os.write(self._file, (" ".join(map(str, values)) + "\n").encode())
-        os.fsync(self._file)
-
-
-def lines_of(journal: Path) -> list[list[str]]:
-    return [line.split() for line in journal.read_text().splitlines()] if journal.exists() else []
 
 
 # The work of children

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from nursery import Nursery, lines_of, state_of
+from journal import lines_of
+from nursery import Nursery, state_of
 from plain_reader import read_commits
 from servers import Server, seaweedfs  # noqa: F401
 from support import bits_of
