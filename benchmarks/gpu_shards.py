@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _rank(rank: int, port: int, folder: str, given: argparse.Namespace) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(given.ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(given.ranks))
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

@@ -13,13 +13,43 @@ import numpy as np
 from deltawire.tensors.bits import TensorPart
 
 
+class Channels:
+    """The tables and barriers of all channels."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._known: dict[Any, tuple[list[Any], threading.Barrier]] = {}
+        self._aborted = False
+
+    def get(self, key: Any) -> tuple[list[Any], threading.Barrier]:
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = [None] * self._size, threading.Barrier(self._size)
+                if self._aborted:
+                    self._known[key][1].abort()
+            return self._known[key]
+
+    def abort(self) -> None:
+        with self._lock:
+            self._aborted = True
+            for _, barrier in self._known.values():
+                barrier.abort()
+
+
 class ThreadRank:
     """One of `size` ranks that share a table. A rank that ends early breaks the barrier, so all others end too."""
 
-    def __init__(self, rank: int, size: int, table: list[Any], barrier: threading.Barrier) -> None:
+    def __init__(self, rank: int, size: int, channels: Channels, number: int = 0) -> None:
         self.rank, self.size = rank, size
         self.moved = 0
-        self._table, self._barrier = table, barrier
+        self._channels, self._opened = channels, 0
+        self._number = number
+        self._table, self._barrier = channels.get(number)
+
+    def another_channel(self) -> ThreadRank:
+        self._opened += 1
+        return ThreadRank(self.rank, self.size, self._channels, self._number * 1000 + self._opened)
 
     def exchange(self, message: bytes) -> list[bytes]:
         return self._all(message)
@@ -47,13 +77,13 @@ class ThreadRank:
 
 def run_ranks(size: int, work: Callable[[ThreadRank], Any]) -> list[Any]:
     """Run `work` at every rank. Return what each returned, or the exception with which it ended."""
-    table, barrier = [None] * size, threading.Barrier(size)
+    channels = Channels(size)
 
     def run(rank: int) -> Any:
         try:
-            return work(ThreadRank(rank, size, table, barrier))
+            return work(ThreadRank(rank, size, channels))
         except BaseException as error:
-            barrier.abort()
+            channels.abort()
             return error
 
     with ThreadPoolExecutor(size) as pool:

@@ -278,6 +278,16 @@ def test_a_rank_holds_as_many_copies_of_its_shard_as_the_table_says(mode, monkey
 
 
 @pytest.mark.usefixtures("alone")
+def test_empty_messages_reach_other_ranks():
+    from deltawire.trainers.fsdp import TorchRanks
+
+    for ranks in (TorchRanks(), TorchRanks().another_channel()):
+        assert (ranks.broadcast(b""), ranks.exchange(b""), [bytes(piece) for piece in ranks.deliver([b""])]) == (b"", [b""], [b""])
+        assert ranks.maximum(np.empty(0, np.float32)).size == 0
+        assert (ranks.broadcast(b"a"), ranks.exchange(b"b")) == (b"a", [b"b"])
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("snapshot", "expected"), [("host", [0, 1]), ("device", [1, 0])])
 def test_in_the_background_a_copy_of_the_masters_is_quantised(snapshot, expected, monkeypatch):
     from deltawire.publish.sharded import quantised_parts

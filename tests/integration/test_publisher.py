@@ -27,7 +27,7 @@ from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.format.records.record_parts import Limits
 from deltawire.format.records.signing import SigningKey, check_signature
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
-from deltawire.publish.shortcuts.upkeep import JobThread
+from deltawire.publish.shortcuts.job_thread import JobThread
 from deltawire.publish.upload import data_objects as upload
 from deltawire.store import keys, open_store
 from deltawire.store.memory import MemoryStore

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
+
 import numpy as np
 import pytest
 from plain_reader import apply_files, read_commits, read_json
 from support import bits_of
 from test_sharded_publisher import follow, publish_all, states
-from threads_as_ranks import run_ranks, shards_of
+from threads_as_ranks import ThreadRank, run_ranks, shards_of
 
 from deltawire.chain.maintenance.verify import verify
 from deltawire.publish import history
@@ -15,6 +18,7 @@ from deltawire.publish.sharded import ShardedPublisher
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import open_store
+from deltawire.store.memory import MemoryStore
 from deltawire.testing import Before, FaultyStore, call
 
 NO_ANCHORS = AnchorPolicy(min_versions=10**6, max_versions=None)
@@ -90,6 +94,7 @@ def test_a_skip_that_fails_at_one_rank_is_reported_and_publishing_continues(tmp_
         ) as publisher:
             for state in versions:
                 publisher.publish(shards_of(state, ranks.rank, 2))
+                publisher.flush()
 
     assert run_ranks(2, work) == [None, None]
     assert [event.fields["kind"] for event in events if event.name == "shortcut-failed"] == ["skip"]
@@ -119,3 +124,73 @@ def test_there_is_no_skip_over_versions_whose_deltas_one_rank_dropped(tmp_path, 
     publish_all(tmp_path, 2, versions, anchor_policy=NO_ANCHORS)
     assert skip_lengths(tmp_path) == [(9, 4)]
     assert follow(tmp_path)[0] == bits_of(versions[-1])
+
+
+class SlowShortcuts(MemoryStore):
+    """A store that lets the files of shortcuts wait for an event."""
+
+    def __init__(self):
+        super().__init__()
+        self.may_go_on, self.waiting = threading.Event(), threading.Semaphore(0)
+
+    def put(self, key, *more, **given):
+        if threading.current_thread().name.startswith("deltawire-shortcut"):
+            self.waiting.release()
+            assert self.may_go_on.wait(120)
+        return super().put(key, *more, **given)
+
+
+def test_no_call_waits_for_a_skip_or_an_anchor():
+    versions, events, store = states(12), [], SlowShortcuts()
+    policy = AnchorPolicy(min_versions=6, max_versions=6)
+
+    def work(ranks):
+        report = events.append if ranks.rank == 0 else None
+        with ShardedPublisher(ranks, store, options=WriterOptions(threads=1, anchor_policy=policy), on_event=report) as publisher:
+            for state in versions:
+                publisher.publish(shards_of(state, ranks.rank, 2))
+            ranks.exchange(b"all are published")
+            if ranks.rank == 0:
+                assert store.waiting.acquire(timeout=120)  # the first skip is being made, and nothing else yet
+                assert {event.name for event in events} == {"published", "rank-published"}
+                with pytest.raises(TimeoutError, match="skips and anchors"):
+                    publisher.flush(0)
+                store.may_go_on.set()
+            publisher.flush()
+            return publisher.version.seq
+
+    assert run_ranks(2, work) == [12, 12]
+    assert [event.fields["seq"] for event in events if event.name == "skip-made"] == [5, 9]
+    assert [event.fields["seq"] for event in events if event.name == "anchored"] == [7]
+    commits = read_commits(store)
+    [anchor] = [read_json(store, info.key) for info in store.list("anchor/")]
+    assert anchor["target"]["digest"] == commits[7]["digest"]
+    assert verify(store, deep=True).problems == []
+
+
+def test_a_rank_that_ends_by_an_error_does_not_wait_for_the_shortcuts_of_others():
+    store, gone, waited = MemoryStore(), threading.Event(), []
+
+    def silent(ranks):
+        """Return another channel in which this rank does not answer before the first rank has ended."""
+        channel = ThreadRank.another_channel(ranks)
+        exchange = channel.exchange
+        channel.exchange = lambda message: waited.append(gone.wait(120)) or exchange(message)
+        return channel
+
+    def work(ranks):
+        if ranks.rank == 1:
+            ranks.another_channel = partial(silent, ranks)
+        try:
+            with ShardedPublisher(ranks, store, options=WriterOptions(threads=1, anchor_policy=NO_ANCHORS)) as publisher:
+                for state in states(6):
+                    publisher.publish(shards_of(state, ranks.rank, 2))
+                ranks.exchange(b"all are published")
+                raise RuntimeError("training failed")
+        finally:
+            if ranks.rank == 0:
+                gone.set()
+
+    assert [str(error) for error in run_ranks(2, work)] == ["training failed"] * 2
+    assert False not in waited
+    assert len(read_commits(store)) == 7

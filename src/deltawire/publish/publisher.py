@@ -38,8 +38,9 @@ from .commits import check_meta, check_step
 from .publication import Publication
 from .quantising import QuantisedConfig, Quantising
 from .resume import read_state, read_table
+from .shortcuts.job_thread import JobThread
 from .shortcuts.shortcut_writer import ShortcutWriter
-from .shortcuts.upkeep import JobThread, Upkeep
+from .shortcuts.upkeep import Upkeep
 from .snapshots import SnapshotDevice, SnapshotMemory, copy_tensors
 from .take_over import TakeOver
 from .upload.segments import TensorTable

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import math
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -163,7 +164,7 @@ class FSDPPublisher:
         meta
             Further strings that are recorded with the version.
         """
-        self.flush()
+        self._wait_for_version(None)
         state = module_state(model) if isinstance(model, torch.nn.Module) else model
         if self._dtype is None and not self._is_quantised and self._publisher.version is None and self._ranks.rank == 0:
             known = {name: _dtype_of(tensor) for name, tensor in state.items()}
@@ -207,13 +208,20 @@ class FSDPPublisher:
         return pending
 
     def flush(self, timeout: float | None = None) -> None:
-        """Wait until the background publication is in the chain. Raises its error if it fails.
+        """Wait until the background publication is in the chain, and the skips and anchors that are due are made.
+
+        Raises the error of the publication if it fails. Skips and anchors that fail are only reported.
 
         Parameters
         ----------
         timeout
             The longest time to wait, in seconds, before it raises TimeoutError. None: wait as long as it takes.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        self._wait_for_version(timeout)
+        self._publisher.flush(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def _wait_for_version(self, timeout: float | None) -> None:
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
@@ -230,7 +238,7 @@ class FSDPPublisher:
     def close(self) -> None:
         """Finish the background publication, and release all resources. All ranks call it. It may be called twice."""
         try:
-            self.flush()
+            self._wait_for_version(None)
         finally:
             forget(self)
             self._publisher.close()
@@ -244,7 +252,7 @@ class FSDPPublisher:
             return
         waiting = self.unpublished()
         try:  # all ranks have begun this publication, so they can finish it; but some of them may have died
-            self.flush(EXIT_SECONDS)
+            self._wait_for_version(EXIT_SECONDS)
         except Exception as lost:
             if lost is not error:
                 warn_lost(waiting or "a version", str(lost), self.on_event, raised=error)
@@ -342,18 +350,23 @@ class TorchRanks:
     def __init__(self, group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | None = None) -> None:
         if not dist.is_initialized():
             raise PublishError("torch.distributed is not initialised. Call init_process_group first, or use Publisher.")
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._group = dist.new_group(members, backend="gloo", timeout=timeout, use_local_synchronization=True)
+        self._members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._timeout = timeout
+        self._group = dist.new_group(self._members, backend="gloo", timeout=timeout, use_local_synchronization=True)
         self.rank: int = dist.get_rank(self._group)
         self.size: int = dist.get_world_size(self._group)
         self._first = dist.get_global_rank(self._group, 0)
+
+    def another_channel(self) -> TorchRanks:
+        with _talking():
+            return TorchRanks(self._group, self._timeout)
 
     def exchange(self, message: bytes) -> list[bytes]:
         with _talking():
             sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(message)]), group=self._group)
             room = max(int(size) for size in sizes)
-            own = torch.frombuffer(bytearray(message.ljust(room)), dtype=torch.uint8)
+            own = torch.from_numpy(np.frombuffer(message.ljust(room), np.uint8).copy())
             found = [torch.empty(room, dtype=torch.uint8) for _ in range(self.size)]
             dist.all_gather(found, own, group=self._group)
         return [answer[: int(size)].numpy().tobytes() for answer, size in zip(found, sizes, strict=True)]
@@ -362,9 +375,10 @@ class TorchRanks:
         with _talking():
             size = torch.tensor([len(message)])
             dist.broadcast(size, self._first, group=self._group)
-            buffer = bytearray(message.ljust(int(size))[: int(size)])
-            dist.broadcast(torch.frombuffer(buffer, dtype=torch.uint8), self._first, group=self._group)
-        return bytes(buffer)
+            found = torch.from_numpy(np.frombuffer(message.ljust(int(size))[: int(size)], np.uint8).copy())
+            dist.broadcast(found, self._first, group=self._group)
+        data: bytes = found.numpy().tobytes()
+        return data
 
     def maximum(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
         found = values.copy()

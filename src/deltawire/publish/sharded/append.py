@@ -49,7 +49,7 @@ class _Pending:
 
 
 class PartsAppender:
-    """Appends versions to the chain with all processes, and makes the skips and anchors that are due then.
+    """Appends versions to the chain with all processes, and begins the skips and anchors that are due then.
 
     All processes have one, and call each method at the same time. Every step may fail. The next call then first finds out what the chain
     holds.
@@ -62,6 +62,8 @@ class PartsAppender:
         The location of the chain.
     pool
         Uploads data objects.
+    shortcuts
+        Makes skips and anchors.
     first
         The first process's part, in the first process.
     opening
@@ -79,6 +81,7 @@ class PartsAppender:
         ranks: Ranks,
         store: Store,
         pool: Executor,
+        shortcuts: SharedShortcuts,
         first: FirstRank | None,
         opening: Mapping[str, Any],
         options: WriterOptions,
@@ -102,7 +105,7 @@ class PartsAppender:
         self._by_first: Callable[[Callable[[FirstRank], Any]], Any] = partial(ask_first_rank, ranks, first)
         limits = Limits(*opening["limits"])
         self._reader = PartsReader(ranks, store, Fetcher(store, limits=limits, on_event=on_event), limits, options.threads)
-        self._shortcuts = SharedShortcuts(ranks, first, self._location, self._upload_checkpoint)
+        self._shortcuts = shortcuts
         self.baseline: PartsBaseline | None = None
 
     @property
@@ -155,7 +158,7 @@ class PartsAppender:
                 return None
             if all(answer["sound"] for answer in answers):
                 break
-            self.baseline = None  # a bit in memory has flipped; the store has the right weights, so read them back
+            self._drop_baseline()  # a bit in memory has flipped; the store has the right weights, so read them back
         else:
             raise PublishError("a process's copy of the last version changed in memory, twice. Check the memory of that machine.")
         assert update is not None
@@ -232,15 +235,12 @@ class PartsAppender:
         return baseline.parts if all(together(self._ranks, lambda: fits)) and baseline is not None else None
 
     def _finish(self, answer: Mapping[str, Any]) -> None:
-        self._move(answer["record"])
-        self._pending = None
-        if self.baseline is not None:
-            due = bool(answer["anchor"])
-            if self._has_skips:
-                due = self._shortcuts.make_skips(self.baseline, anchor_due=due)
-            if due:
-                assert self._commit is not None
-                self._shortcuts.make_anchor(self.baseline, self._commit)
+        try:
+            self._move(answer["record"])
+            self._pending = None
+        finally:  # all processes begin the same jobs, even if one of them could not move its baseline
+            if self.baseline is not None and self._commit is not None:
+                self._shortcuts.begin(self.baseline, self._commit, self._here(), makes_anchor=answer["anchor"])
 
     def _move(self, record: str) -> None:
         """Move the baseline to a commit that has landed."""
@@ -269,15 +269,24 @@ class PartsAppender:
         fits = baseline is not None and baseline.intact and baseline.division is division
         if all(together(self._ranks, lambda: fits)):
             return self.baseline
-        self.baseline = None
+        self._drop_baseline()
         if self._commit is None or self._commit.digest is None:
             return None
         parts = self._reader.read(self._commit, division, self._by_first)
         return None if parts is None else self._take(division, parts)
 
     def _take(self, division: Division, parts: Parts) -> PartsBaseline:
-        self.baseline = PartsBaseline(division, parts, self._segments_of(division), self._here(), threads=self._threads)
+        if self.baseline is not None and self.baseline.division is division:
+            self.baseline.replace(parts, self._here(), state_digest(parts, threads=self._threads))
+        else:
+            self._drop_baseline()
+            self.baseline = PartsBaseline(division, parts, self._segments_of(division), self._here(), threads=self._threads)
         return self.baseline
+
+    def _drop_baseline(self) -> None:
+        if self.baseline is not None:
+            self.baseline.retire()  # a thread may still make shortcuts from it
+        self.baseline = None
 
     def _segments_of(self, division: Division) -> tuple[Segment, ...]:
         return division.segments(self._ranks.rank, self._options.segment_bytes)

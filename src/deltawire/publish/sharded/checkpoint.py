@@ -19,7 +19,7 @@ from ...format.records.record_parts import FileEntry
 from ..upload.checkpoint_files import MOST_SHARDS, Layout, Shard, lay_out
 from ..upload.data_objects import DataLocation, upload_checkpoint
 from ..upload.segments import MOST_SEGMENTS, cut_segments
-from .division import Division, Parts, pieces_of, whole_tensors
+from .division import Division, PartsByName, pieces_of, whole_tensors
 from .ranks import Ranks, collect_at_first, together
 
 
@@ -39,7 +39,7 @@ def upload_together(
     ranks: Ranks,
     location: DataLocation,
     division: Division,
-    parts: Parts,
+    parts: PartsByName,
     digest: Digest,
     *,
     shard_bytes: int,
@@ -93,8 +93,14 @@ def files_at_first(ranks: Ranks, own: Sequence[FileEntry]) -> list[FileEntry]:
     return [FileEntry(**entry) for files in collect_at_first(ranks, [entry.plain() for entry in own]) for entry in files]
 
 
-def _collect(ranks: Ranks, division: Division, parts: Parts, contents: list[list[int]]) -> dict[str, NDArray[Any]]:
+def _collect(ranks: Ranks, division: Division, parts: PartsByName, contents: list[list[int]]) -> dict[str, NDArray[Any]]:
     """Send each process this one's parts of its file, and return the tensors of this process's own file."""
-    pieces = [np.concatenate([np.empty(0, np.uint8), *pieces_of(division, indices, parts)]).data for indices in contents]
+    pieces: list[memoryview] = []
+
+    def cut() -> None:
+        for indices in contents:
+            pieces.append(np.concatenate([np.empty(0, np.uint8), *pieces_of(division, indices, parts)]).data)
+
+    together(ranks, cut)
     arrived = ranks.deliver([*pieces, *[b""] * (ranks.size - len(pieces))])
     return whole_tensors(division, contents[ranks.rank], arrived) if ranks.rank < len(contents) else {}

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from ...format.content_hash import content_hash
 from ...format.digest import PART_ALIGNMENT, Digest, TensorKeys
 from ...format.records.file_list import MOST_IN_RECORD, MOST_LISTED
 from ...tensors.bits import TensorPart, tensor_bits
+from ...tensors.gpu_handover import on_side_stream
 from ..upload.segments import Segment, TensorTable, cut_segments
 from .ranges import EMPTY, ElementRange, Move, TensorDivision, divide_tensor
 from .ranks import Ranks, together
@@ -331,9 +332,19 @@ def whole_tensors(division: Division, indices: Sequence[int], arrived: Sequence[
     return tensors
 
 
-def pieces_of(division: Division, indices: Sequence[int], parts: Parts) -> Iterator[NDArray[np.uint8]]:
-    """Return the bytes of this process's parts of some tensors, in order."""
-    return (bytes_of(parts[division.table.names[index]].elements) for index in indices)
+class PartsByName(Protocol):
+    """Parts of a state, which may be made when they are asked for. On a GPU they are complete."""
+
+    def __getitem__(self, name: str, /) -> TensorPart: ...
+
+
+def pieces_of(division: Division, indices: Sequence[int], parts: PartsByName) -> Iterator[NDArray[np.uint8]]:
+    """Return the bytes of this process's parts of some tensors, in order. They are copied from a GPU on a side stream."""
+    for index in indices:
+        name = division.table.names[index]
+        part = parts[name]
+        with on_side_stream({name: part}):
+            yield bytes_of(part.elements)
 
 
 def bytes_of(elements: Any) -> NDArray[np.uint8]:

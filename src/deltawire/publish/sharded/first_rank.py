@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -16,7 +17,7 @@ from ...chain.walk_route import HopFailed
 from ...errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltawireError, Fenced
 from ...events import OnEvent, emit
 from ...format.digest import Digest
-from ...format.records.record_parts import FileEntry, RecipeRecord
+from ...format.records.record_parts import CommitRef, FileEntry, RecipeRecord
 from ...format.records.version_records import Commit
 from ...store import Store
 from ..commits import Attempt, emit_published
@@ -25,11 +26,13 @@ from ..quantising import QuantisedConfig, Quantising
 from ..resume import cost_of, read_table, require_route, version_commit
 from ..shortcuts.cadence import ChainCost, Speed, anchor_due
 from ..shortcuts.compose import Composition
+from ..shortcuts.made_shortcuts import MadeShortcuts
 from ..shortcuts.shortcut_writer import ShortcutWriter
 from ..take_over import TakeOver
 from ..upload.data_objects import DataLocation, upload_list
 from ..upload.segments import TensorTable
 from ..writer_options import WriterOptions
+from .checkpoint import SharedCheckpoint
 from .division import Division, Parts
 from .parts_source import PartsSource
 from .ranks import Ranks, by_first_rank
@@ -109,6 +112,9 @@ class FirstRank:
         self._store = store
         self._pool = pool
         self._shortcuts = ShortcutWriter(store, pool, self._writer.run, self._writer.epoch, options)
+        self._made = MadeShortcuts()
+        self._anchoring = threading.Event()
+        """Set while an anchor is being made, or waits to be. There is one at a time."""
         self._options = options
         self._on_event = on_event
         self._keeps_attachments = not has_attachments
@@ -169,7 +175,7 @@ class FirstRank:
         return self._land(self._attempt)
 
     def commit_delta(self, publication: PartsPublication, files: Sequence[FileEntry], difference: Digest, changed: int) -> dict[str, Any]:
-        """Commit a delta over the newest version. Returns its record, and whether an anchor is due."""
+        """Commit a delta over the newest version. Returns its record, and whether an anchor must be made now."""
         table = publication.division.table
         assert self._commit is not None
         assert self._commit.digest is not None
@@ -214,37 +220,46 @@ class FirstRank:
         )
         return self._committed()
 
-    def record_skip(self, skip: Composition, table: TensorTable, files: tuple[FileEntry, ...]) -> bool:
-        """Write the record of an uploaded skip to the newest version. Returns whether an anchor is still due."""
+    # On the thread that makes shortcuts
+
+    def record_skip(self, skip: Composition, updates: int, table: TensorTable, files: tuple[FileEntry, ...]) -> None:
+        """Write the record of an uploaded skip to the version with the number `updates`."""
         self._shortcuts.record_skip(skip.base, skip.target, table, files)
         size, versions = sum(entry.size for entry in files), versions_of(skip.level)
-        self._cost.add_skip(versions, size)
+        self._made.add_skip(updates, size, versions)
         emit(self._on_event, "skip-made", seq=skip.target.seq, base=skip.base.seq, versions=versions, bytes=size)
-        return self._anchor_due()
 
-    def skip_failed(self, error: DeltawireError) -> None:
+    def skip_failed(self, seq: int, error: BaseException) -> None:
         """Report that a skip could not be made."""
-        assert self._commit is not None
-        emit(self._on_event, "shortcut-failed", kind="skip", seq=self._commit.seq, reason=str(error))
+        emit(self._on_event, "shortcut-failed", kind="skip", seq=seq, reason=str(error))
 
-    def record_anchor(self, table: TensorTable, files: tuple[FileEntry, ...]) -> None:
-        """Write the record of an uploaded anchor of the newest version, and collect garbage if `auto_collect` is set."""
-        assert self._commit is not None
-        self._shortcuts.record_anchor(self._log.ref(self._commit), table, files)
-        self._cost.anchored()
-        emit(self._on_event, "anchored", seq=self._commit.seq, bytes=sum(entry.size for entry in files))
-        if self._options.auto_collect is not None:
-            log = ChainLog(self._store, run=self._writer.run.run, trusted_keys=self._options.accepted_keys)
-            try:
-                collect(self._store, grace=self._options.auto_collect, log=log, on_event=self._on_event)
-            except DeltawireError as error:
-                emit(self._on_event, "shortcut-failed", kind="collection", seq=self._commit.seq, reason=str(error))
+    def record_anchor(self, target: CommitRef, updates: int, table: TensorTable, done: SharedCheckpoint) -> None:
+        """Write the record of an uploaded anchor of the version with the number `updates`."""
+        self._shortcuts.record_anchor(target, table, done.files)
+        size = sum(entry.size for entry in done.files)
+        self._made.add_anchor(updates, done.sent, done.seconds)
+        emit(self._on_event, "anchored", seq=target.seq, bytes=size, upload_seconds=done.seconds)
 
-    def anchor_failed(self, error: DeltawireError) -> None:
+    def anchor_failed(self, seq: int, updates: int, error: BaseException) -> None:
         """Report that an anchor could not be made. It is tried again some versions later."""
-        assert self._commit is not None
-        self._not_before = self._commit.updates + self._options.anchor_policy.min_versions
-        emit(self._on_event, "shortcut-failed", kind="anchor", seq=self._commit.seq, reason=str(error))
+        self._not_before = updates + self._options.anchor_policy.min_versions
+        emit(self._on_event, "shortcut-failed", kind="anchor", seq=seq, reason=str(error))
+
+    def anchor_ended(self) -> None:
+        """Allow the next anchor."""
+        self._anchoring.clear()
+
+    def collect_garbage(self, seq: int) -> None:
+        """Collect garbage after an anchor of version `seq`, if `auto_collect` is set."""
+        if self._options.auto_collect is None:
+            return
+        log = ChainLog(self._store, run=self._writer.run.run, trusted_keys=self._options.accepted_keys)
+        try:
+            collect(self._store, grace=self._options.auto_collect, log=log, on_event=self._on_event)
+        except DeltawireError as error:
+            emit(self._on_event, "shortcut-failed", kind="collection", seq=seq, reason=str(error))
+
+    # On the thread that publishes
 
     def observe(self, *, sent: int, seconds: float, scanned: int = 0, scan_seconds: float = 0.0) -> None:
         """Note how fast this process was. Anchors are timed by it."""
@@ -272,12 +287,14 @@ class FirstRank:
     def _committed(self) -> dict[str, Any]:
         assert self._attempt is not None
         record = self._land(self._attempt)
-        return {"record": record, "anchor": self._anchor_due()}
-
-    def _anchor_due(self) -> bool:
-        assert self._commit is not None
-        due = anchor_due(self._options.anchor_policy, self._cost, self._commit.state_bytes, self._speed)
-        return due and self._commit.updates >= self._not_before
+        commit = self._commit
+        assert commit is not None
+        self._speed = self._made.count(commit.updates, self._cost, self._speed)
+        due = anchor_due(self._options.anchor_policy, self._cost, commit.state_bytes, self._speed)
+        begins = due and commit.updates >= self._not_before and not self._anchoring.is_set()
+        if begins:
+            self._anchoring.set()
+        return {"record": record, "anchor": begins}
 
     def _land(self, attempt: Attempt) -> str:
         start = time.perf_counter()

@@ -47,6 +47,13 @@ class PartsBaseline(Baseline):
         with self._lock:
             self._history.restart(at)
 
+    def retire(self) -> None:
+        """Free all memory. Threads that still read held versions get `HistoryDropped`."""
+        with self._lock:
+            self.intact = False
+            self._history.restart(self._history.here)
+            self.arrays = {}
+
     def _cut(self, arrays: Arrays) -> tuple[TensorTable, tuple[Segment, ...]]:
         return self.division.table, self._given
 

@@ -24,6 +24,7 @@ from ..attachments.quantised_config import CONFIG
 from ..attachments.read_files import Attachments, CollectedFiles, read_attachments
 from ..commits import check_meta, check_step
 from ..quantising import Quantising
+from ..shortcuts.job_thread import JobThread
 from ..snapshots import SnapshotDevice
 from ..upload.segments import TensorTable
 from ..upload.upload_pool import UploadPool
@@ -34,6 +35,7 @@ from .first_rank import FirstRank, PartsPublication
 from .parts_source import PartsSource, WholeParts
 from .quantised_parts import QuantisedParts
 from .ranks import Ranks, together
+from .shortcuts import SharedShortcuts
 
 _STREAMS = 4
 """Number of objects that each process uploads at the same time."""
@@ -51,8 +53,8 @@ class ShardedPublisher:
     first `publish` reads the newest one back, whatever number of processes published it, and raises `DataDamaged` if its weights are
     damaged.
 
-    All processes make skips and anchors together before `publish` returns. It does nothing in the background;
-    `deltawire.trainers.FSDPPublisher` does.
+    All processes make skips and anchors together, on a thread of each, while newer versions are published. Versions themselves are
+    published before `publish` returns; `deltawire.trainers.FSDPPublisher` can do that in the background.
 
     Parameters
     ----------
@@ -151,11 +153,19 @@ class ShardedPublisher:
 
             opening = together(ranks, open_all)[0]
             together(ranks, lambda: self._require_run(opening["id"]))
+            self.epoch: int = opening["epoch"]
+            """The number of this job's epoch. Each job that opens the run gets a higher one."""
+            self._first = first
+            # Shortcuts have a channel and a pool of their own, so that they never delay a version.
+            beside = ranks.another_channel()
+            pool = opened.enter_context(UploadPool(2, "deltawire-shortcut"))
+            self._jobs = JobThread("deltawire-upkeep")
+            opened.callback(self._jobs.close)
+            shortcuts = SharedShortcuts(beside, first, self._store, pool, self.epoch, self._jobs, options, makes_skips=opening["skips"])
             self._opened = opened.pop_all()
-        self.epoch: int = opening["epoch"]
-        """The number of this job's epoch. Each job that opens the run gets a higher one."""
-        self._first = first
-        self._appender = PartsAppender(ranks, self._store, self._pool, first, opening, options, device=snapshot, on_event=on_event)
+        self._appender = PartsAppender(
+            ranks, self._store, self._pool, shortcuts, first, opening, options, device=snapshot, on_event=on_event
+        )
         if first is not None and self.version is not None:
             self._advice.follows(first.table_before, self.version.step if resume_from_seq is None else None)
             self._advice.follows_recipe(first.recipe_before)
@@ -248,8 +258,22 @@ class ShardedPublisher:
         emit(self._on_event, "rank-published", rank=self._ranks.rank, seq=self.version.seq, bytes=sent, seconds=seconds)
         return self.version
 
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until the skips and anchors that are due are made. Those that fail are only reported.
+
+        Parameters
+        ----------
+        timeout
+            The longest time to wait, in seconds, before it raises TimeoutError. None: wait as long as it takes.
+        """
+        if not self._closed:
+            self._jobs.wait(timeout)
+
     def close(self) -> None:
-        """Find out whether the last commit landed, and release all resources. All processes call it. It may be called twice."""
+        """Find out whether the last commit landed, finish the skips and anchors that are due, and release all resources.
+
+        All processes call it. It may be called twice.
+        """
         if self._closed:
             return
         self._closed = True
@@ -264,6 +288,7 @@ class ShardedPublisher:
             self.close()
         elif not self._closed:  # other processes may have died or wait for something else, so do not talk to them
             self._closed = True
+            self._jobs.abandon()  # it may be waiting for a process that has died
             self._opened.close()
 
     def _require_run(self, run_id: str) -> None:

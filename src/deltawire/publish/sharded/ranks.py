@@ -37,6 +37,10 @@ class Ranks(Protocol):
         """Return the largest value of all processes at each position. All give the same number of values."""
         ...
 
+    def another_channel(self) -> Ranks:
+        """Return the same processes, for use by another thread at the same time. All processes call it at the same time."""
+        ...
+
     def deliver(self, pieces: Sequence[Buffer]) -> list[memoryview]:
         """Send `pieces[i]` to rank i, and return the piece that each rank sent to this one."""
         ...

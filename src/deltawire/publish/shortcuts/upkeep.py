@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import queue
 import threading
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,15 +10,14 @@ from ...errors import DeltawireError
 from ...events import OnEvent, emit
 from ...format.records.record_parts import CommitRef
 from ..append import Appender
-from ..at_exit import wait_at_exit
 from ..baseline import Baseline, Composed, ComposingAt
 from ..history import HistoryDropped
 from ..upload.segments import Segment, TensorTable
 from ..writer_options import WriterOptions
 from .cadence import anchor_due
+from .job_thread import Job, JobThread
+from .made_shortcuts import MadeShortcuts
 from .shortcut_writer import ShortcutWriter
-
-Job = Callable[[], None]
 
 
 class Upkeep:
@@ -63,8 +58,7 @@ class Upkeep:
         self._on_event = on_event
         self._thread = thread
         self._collect = collect
-        self._made: queue.SimpleQueue[_Counted] = queue.SimpleQueue()
-        """Shortcuts that the thread has made, and that are not counted yet."""
+        self._made = MadeShortcuts()
         self._anchoring = threading.Event()
         """Set while an anchor is being made, or waits to be. There is one at a time."""
         self._not_before = 0
@@ -75,7 +69,7 @@ class Upkeep:
         version, baseline = self._appender.version, self._appender.baseline
         if version is None or baseline is None or not baseline.intact or baseline.at.seq != version.seq:
             return
-        self._count(version.updates)
+        self._appender.speed = self._made.count(version.updates, self._appender.cost, self._appender.speed)
         if self._options.skips and (due := baseline.begin_composing()) is not None:
             self._thread.do(partial(self._make_skips, baseline, due, version.updates))
         is_due = anchor_due(self._options.anchor_policy, self._appender.cost, version.state_bytes, self._appender.speed)
@@ -101,7 +95,7 @@ class Upkeep:
         except DeltawireError as error:
             self._failed("skip", composed.target.seq, error)
             return
-        self._made.put(_Counted(updates, made.size, made.seconds, composed.versions))
+        self._made.add_skip(updates, made.size, composed.versions)
         base, target = composed.base.seq, composed.target.seq
         emit(self._on_event, "skip-made", seq=target, base=base, versions=composed.versions, bytes=made.size)
 
@@ -109,7 +103,7 @@ class Upkeep:
         seq = target.at.seq
         try:
             made = self._shortcuts.anchor(target.at, target.table, target.segments, lambda index: baseline.segment_at(seq, index))
-            self._made.put(_Counted(target.updates, made.size, made.seconds, None))
+            self._made.add_anchor(target.updates, made.size, made.seconds)
             emit(self._on_event, "anchored", seq=seq, bytes=made.size, upload_seconds=made.seconds)
         except (DeltawireError, HistoryDropped) as error:
             self._not_before = target.updates + self._options.anchor_policy.min_versions
@@ -124,24 +118,6 @@ class Upkeep:
             except DeltawireError as error:
                 self._failed("collection", seq, error)
 
-    # On the thread that appends
-
-    def _count(self, updates: int) -> None:
-        """Take the shortcuts into account that the thread has made."""
-        while True:
-            try:
-                made = self._made.get_nowait()
-            except queue.Empty:
-                return
-            behind = updates - made.updates
-            if behind < self._appender.cost.versions:  # otherwise a newer full checkpoint was committed meanwhile
-                if made.skipped is None:
-                    self._appender.cost.anchored(behind)
-                else:
-                    self._appender.cost.add_skip(made.skipped, made.size, behind)
-            if made.skipped is None:
-                self._appender.speed = self._appender.speed.observe(sent=made.size, send_seconds=made.seconds)
-
     def _failed(self, what: str, seq: int, error: BaseException) -> None:
         self.last_error = error
         emit(self._on_event, "shortcut-failed", kind=what, seq=seq, reason=str(error))
@@ -155,84 +131,3 @@ class _Version:
     table: TensorTable
     segments: tuple[Segment, ...]
     updates: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Counted:
-    """A shortcut to the version with the number `updates`. `skipped` is the number of versions of a skip; None for an anchor."""
-
-    updates: int
-    size: int
-    seconds: float
-    skipped: int | None
-
-
-class JobThread:
-    """A thread that does one job after the other. It logs the error of a job that fails, and continues with the next.
-
-    The thread starts with the first job. It does not keep the process from ending, but the end of the process waits for jobs that run.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._changed = threading.Condition()
-        self._jobs: deque[Job] = deque()
-        self._is_working = False
-        self._closing = False
-        self._thread: threading.Thread | None = None
-        self._broken: BaseException | None = None
-        wait_at_exit(self)
-
-    def do(self, job: Job) -> None:
-        """Add a job to the queue."""
-        with self._changed:
-            self._jobs.append(job)
-            self._changed.notify_all()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until all jobs are done. Raises TimeoutError. Raises what ended the thread, if that was no `Exception`."""
-        with self._changed:
-            if not self._changed.wait_for(self._is_idle, timeout):
-                raise TimeoutError(f"skips and anchors are still being made after {timeout:.3g} seconds.")
-            if self._broken is not None:
-                raise self._broken
-
-    def wait_until_idle(self, seconds: float) -> None:
-        """Return when all jobs are done, or after this many seconds."""
-        with self._changed:
-            self._changed.wait_for(self._is_idle, seconds)
-
-    def close(self) -> None:
-        """Wait until all jobs are done, and end the thread."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _is_idle(self) -> bool:
-        return self._broken is not None or not (self._jobs or self._is_working)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._is_working = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._jobs or self._closing)
-                if not self._jobs:
-                    return
-                job = self._jobs.popleft()
-                self._is_working = True
-            try:
-                job()
-            except Exception:
-                logging.getLogger("deltawire").exception("a job of %s failed", self._name)
-            except BaseException as error:
-                with self._changed:
-                    self._broken = error
-                    self._changed.notify_all()
-                return
-            del job  # it holds the baseline

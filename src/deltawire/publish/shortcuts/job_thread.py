@@ -1,0 +1,94 @@
+"""The thread that makes shortcuts while newer versions are published."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from ..at_exit import wait_at_exit
+
+Job = Callable[[], None]
+
+
+class JobThread:
+    """A thread that does one job after the other. It logs the error of a job that fails, and continues with the next.
+
+    The thread starts with the first job. It does not keep the process from ending, but the end of the process waits for jobs that run.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._jobs: deque[Job] = deque()
+        self._is_working = False
+        self._closing = self._abandoned = False
+        self._thread: threading.Thread | None = None
+        self._broken: BaseException | None = None
+        wait_at_exit(self)
+
+    def do(self, job: Job) -> None:
+        """Add a job to the queue."""
+        with self._changed:
+            if self._abandoned:
+                return
+            self._jobs.append(job)
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all jobs are done. Raises TimeoutError. Raises what ended the thread, if that was no `Exception`."""
+        with self._changed:
+            if not self._changed.wait_for(self._is_idle, timeout):
+                raise TimeoutError(f"skips and anchors are still being made after {timeout:.3g} seconds.")
+            if self._broken is not None:
+                raise self._broken
+
+    def wait_until_idle(self, seconds: float) -> None:
+        """Return when all jobs are done, or after this many seconds."""
+        with self._changed:
+            self._changed.wait_for(self._is_idle, seconds)
+
+    def abandon(self) -> None:
+        """End the thread after the job that runs now, and do not wait for it. What it still does does not count, and is not logged."""
+        with self._changed:
+            self._closing = self._abandoned = True
+            self._jobs.clear()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Wait until all jobs are done, and end the thread. It does not wait after `abandon`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None and not self._abandoned:
+            self._thread.join()
+
+    def _is_idle(self) -> bool:
+        return self._broken is not None or self._abandoned or not (self._jobs or self._is_working)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._is_working = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._jobs or self._closing)
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+                self._is_working = True
+            try:
+                job()
+            except Exception:
+                if self._abandoned:
+                    return
+                logging.getLogger("deltawire").exception("a job of %s failed", self._name)
+            except BaseException as error:
+                with self._changed:
+                    self._broken = error
+                    self._changed.notify_all()
+                return
+            del job  # it holds the baseline
