@@ -6,7 +6,7 @@ This module does not import torch: `DeviceBits` can only be made from a CUDA ten
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,8 +104,26 @@ class MasterWeightBits(DeviceBits):
         return DeviceBits(halves.masked_fill_(numbers.isnan(), 0x7FC0))
 
 
+class ScalesOnDevice(NamedTuple):
+    """Where kernels find the scales of weights that they quantise. The names are those of `Quantised` in `codec/gpu/kernels/common.cuh`.
+
+    Scales of one byte need not be written. Then `scales` is None, and kernels choose those that are not the previous ones again.
+    """
+
+    scales: torch.Tensor | None
+    """The scales, as they are published. No weight is larger than its scale allows."""
+    global_scale: torch.Tensor | None = None
+    """The global scale of nvfp4."""
+    previous: torch.Tensor | None = None
+    """The scales of the version before."""
+    changed: torch.Tensor | None = None
+    """For each 16,384 weights a 16-bit number: which of its 16 units of 1,024 weights have a scale that is not the previous one."""
+    fresh: torch.Tensor | None = None
+    """A number that is not 0 if previous scales do not count."""
+
+
 class QuantisedBits(DeviceBits):
-    """Weights on a GPU that stand for the codes that they are quantised to. Kernels quantise as they read.
+    """Weights on a GPU that stand for the codes that they are quantised to, or for the scales. Kernels quantise as they read.
 
     Parameters
     ----------
@@ -113,19 +131,19 @@ class QuantisedBits(DeviceBits):
         The weights as signed integers: rows and columns, contiguous, at an address that is a multiple of 16. The number of columns is a
         multiple of 8.
     shape
-        The shape of the codes, as they are published.
+        The shape of the codes or scales, as they are published.
     itemsize
-        The bytes of an element of the codes.
+        The bytes of one of them.
     facts
         How they are quantised: the numbers of the recipe and of the type of the weights, and the size of a group, as
         `codec/gpu/kernels/numbers.cuh` has them.
-    scale
-        The scales, as they are published. No weight is larger than its scale allows.
-    global_scale
-        The global scale of nvfp4.
+    scales
+        Where the scales are.
+    makes_scales
+        Whether the weights stand for the scales. These must have one byte each, and are not written.
     """
 
-    __slots__ = ("_itemsize", "_shape", "facts", "global_scale", "scale")
+    __slots__ = ("_itemsize", "_shape", "facts", "makes_scales", "scales")
 
     def __init__(
         self,
@@ -133,12 +151,13 @@ class QuantisedBits(DeviceBits):
         shape: tuple[int, ...],
         itemsize: int,
         facts: tuple[int, int, int],
-        scale: torch.Tensor,
-        global_scale: torch.Tensor | None = None,
+        scales: ScalesOnDevice,
+        *,
+        makes_scales: bool = False,
     ) -> None:
         super().__init__(tensor)
         self._shape, self._itemsize = shape, itemsize
-        self.facts, self.scale, self.global_scale = facts, scale, global_scale
+        self.facts, self.scales, self.makes_scales = facts, scales, makes_scales
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..quantise import QuantisedLayout
+from ..quantise.whole_weights import unwritten_roles
 from ..tensors import torch_types
 from ..tensors.bits import State
 from .publication import Publication
@@ -16,7 +17,7 @@ _BATCH_BYTES = 32 << 30
 
 _WRITTEN_SHARE, _LEAST_WRITTEN = 1 / 80, 64 << 20
 """How much memory of a GPU the new tensors of a batch may take if codes are not written: a share of the published bytes, or this many bytes
-if that is more. They are scales, and tensors that are not quantised."""
+if that is more. They are scales of more than one byte, and tensors that are not quantised."""
 
 
 def cut_for_gpu(publication: Publication, baseline: Arrays, segments: Sequence[Segment]) -> Sequence[Sequence[int]] | None:
@@ -51,7 +52,7 @@ def batches_of_quantised(
 
 
 def _written_bytes(layout: QuantisedLayout, table: TensorTable, segment: Segment) -> int:
-    """Return the bytes of a segment's tensors that are not codes."""
+    """Return the bytes of a segment's tensors that are neither codes nor scales of one byte."""
     end = segment.first + segment.count
     each = zip(table.names[segment.first : end], table.sizes[segment.first : end], strict=True)
-    return sum(size for name, size in each if layout.outputs[name].role != "codes")
+    return sum(size for name, size in each if layout.outputs[name].role not in unwritten_roles(layout.recipe))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..codec import memory_of
-from ..codec.bits import QuantisedBits, in_host_memory, on_gpu
+from ..codec.bits import QuantisedBits, ScalesOnDevice, in_host_memory, on_gpu
 from ..dtypes import DType
 from ..tensors import torch_types
 from ..tensors.bits import State, Tensor, TensorBits, UnwrittenTensor, tensor_bits
@@ -32,6 +32,9 @@ Array = Any
 _SCALES: tuple[Role, Role] = ("scale", "global_scale")
 
 
+_BYTE_SCALES = ("nvfp4", "mxfp4")
+"""Recipes whose scales have one byte each."""
+
 _ITEMSIZES = np.array([4, 2, 2], np.int64)
 """The bytes of a weight, by `source_number`."""
 
@@ -40,6 +43,12 @@ class TableQuantiser(Protocol):
     """Quantises a table of weights: `NativeQuantiser` or `GpuQuantiser`."""
 
     def quantise_weights(self, recipe: Recipe, weights: WeightTable) -> int | None: ...
+
+
+class ScaleChooser(TableQuantiser, Protocol):
+    """What chooses only scales, and does not write scales of one byte: `ScaleQuantiser`."""
+
+    def unwritten_scales(self, number: int, global_scale: torch.Tensor | None, previous: torch.Tensor | None) -> ScalesOnDevice: ...
 
 
 class WholeWeights:
@@ -93,7 +102,8 @@ class WholeWeights:
         device
             The GPU to work on; None for the host.
         makes_codes
-            Whether there are tensors of codes. If not, `UnwrittenTensor`s stand for them, and the quantiser must not write codes.
+            Whether there are tensors of codes. If not, `UnwrittenTensor`s stand for them, and for scales of one byte. The quantiser must be
+            a `ScaleChooser` then.
         """
         if not self._weights:
             return {}
@@ -102,7 +112,8 @@ class WholeWeights:
         strides = np.array([memory.row_stride(array) for array in rows], np.int64)[self._source_of]
         data = np.array([memory.address(array) for array in rows], np.int64)[self._source_of] + self._first_rows * strides
         found: dict[str, Any] = {}
-        wanted = {role: forms for role, forms in self._forms.items() if makes_codes or role != "codes"}
+        unwritten = () if makes_codes else unwritten_roles(self._layout.recipe)
+        wanted = {role: forms for role, forms in self._forms.items() if role not in unwritten}
         targets = {role: [memory.target(form, out, found) for form in forms] for role, forms in wanted.items()}
         before = self._previous(memory, previous)
 
@@ -118,7 +129,7 @@ class WholeWeights:
             self._columns,
             self._types,
             column(targets.get("codes")),
-            column(targets["scale"]),
+            column(targets.get("scale")),
             column(targets.get("global_scale")),
             column(before.get("scale")),
             column(before.get("global_scale")),
@@ -134,13 +145,18 @@ class WholeWeights:
             for form, array in zip(self._forms[role], arrays, strict=True):
                 if form.name not in found:  # the tensor of `out` cannot be written in place
                     self._write(memory, form, array, out, found)
-        if not makes_codes:
-            for number, form in enumerate(self._forms["codes"]):
-                part = self._weights[number]
-                weights = rows[self._source_of[number]][part.first_row : part.first_row + part.rows]
-                scales = [targets[role][number] if role in targets else None for role in _SCALES]
-                bits = QuantisedBits(weights, form.shape, form.dtype.itemsize, self._facts(part), *scales)
-                found[form.name] = UnwrittenTensor(bits, form.dtype)
+        for number, part in enumerate(self._weights if unwritten else []):
+            weights = rows[self._source_of[number]][part.first_row : part.first_row + part.rows]
+            global_scale = targets["global_scale"][number] if "global_scale" in targets else None
+            if "scale" in unwritten:
+                previous_scale = before["scale"][number] if before else None
+                scales = cast("ScaleChooser", quantiser).unwritten_scales(number, global_scale, previous_scale)
+            else:
+                scales = ScalesOnDevice(targets["scale"][number], global_scale)
+            for role in unwritten:
+                form = self._forms[role][number]
+                facts = form.shape, form.dtype.itemsize, self._facts(part)
+                found[form.name] = UnwrittenTensor(QuantisedBits(weights, *facts, scales, makes_scales=role == "scale"), form.dtype)
         return found
 
     def quantise_arrays(
@@ -278,6 +294,11 @@ class _Forms:
         if not (flags & 1).all() or (is_written and not (flags & 2).all()) or (addresses % self._itemsizes).any():
             return None
         return _Memories(bits, addresses)
+
+
+def unwritten_roles(recipe: Recipe) -> tuple[Role, ...]:
+    """Return the roles of the tensors that a GPU need not write before it encodes them: codes, and scales if they have one byte each."""
+    return ("codes", "scale") if recipe.name in _BYTE_SCALES else ("codes",)
 
 
 def whole_weights(layout: QuantisedLayout, weights: Iterable[QuantisedWeight], wanted: Collection[str]) -> list[QuantisedWeight]:

@@ -167,8 +167,10 @@ def _describe_quantised(news: Sequence[Bits], device: torch.device) -> tuple[NDA
     for row, number in zip(rows, numbers, strict=True):
         bits = news[number]
         assert isinstance(bits, QuantisedBits)
-        row["scales"], row["global_scale"] = bits.scale.data_ptr(), 0 if bits.global_scale is None else bits.global_scale.data_ptr()
+        for name, tensor in bits.scales._asdict().items():
+            row[name] = 0 if tensor is None else tensor.data_ptr()
         row["kind"], row["source"], row["group"] = bits.facts
+        row["makes_scales"] = bits.makes_scales
         row["columns"], row["width"] = bits.tensor.shape[-1], -(-bits.tensor.shape[-1] // 128)
     memory = devices.gpu_at(device).upload(rows)
     addresses = np.zeros(len(news), np.uint64)

@@ -25,8 +25,8 @@ TENSOR = np.dtype(
 )
 QUANTISED = np.dtype(
     [
-        *((name, "u8") for name in ("scales", "global_scale")),
-        *((name, "u4") for name in ("kind", "group", "columns", "source", "width", "unused")),
+        *((name, "u8") for name in ("scales", "global_scale", "previous", "changed", "fresh")),
+        *((name, "u4") for name in ("kind", "group", "columns", "source", "width", "makes_scales")),
     ]
 )
 RUN = np.dtype(

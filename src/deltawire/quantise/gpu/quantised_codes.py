@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ...codec.bits import on_gpu
+from ...codec.bits import ScalesOnDevice, on_gpu
 from ...tensors.bits import State, TensorBits, tensor_bits
 from ..layout import QuantisedWeight
 from ..recipe import Recipe
@@ -19,10 +19,23 @@ _VECTOR = 8
 
 
 class ScaleQuantiser(GpuQuantiser):
-    """Chooses scales only."""
+    """Chooses scales only. If the table has no memory for them, it only finds out which of them change."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._changed: list[torch.Tensor] | None = None
+        self._fresh: torch.Tensor | None = None
 
     def quantise_weights(self, recipe: Recipe, weights: WeightTable) -> int | None:
-        return self.start(recipe, weights, makes_codes=False).first_nonfinite()
+        pending = self.start(recipe, weights, makes_codes=False, makes_scales=bool(weights.scales.any()))
+        self._changed, self._fresh = pending.changed, pending.fresh
+        return pending.first_nonfinite()
+
+    def unwritten_scales(self, number: int, global_scale: torch.Tensor | None, previous: torch.Tensor | None) -> ScalesOnDevice:
+        """Describe the scales of a weight that the last call did not write."""
+        assert self._changed is not None
+        fresh = None if self._fresh is None else self._fresh[number : number + 1]
+        return ScalesOnDevice(None, global_scale, previous, self._changed[number], fresh)
 
 
 def can_be_quantised_as_read(weights: Iterable[QuantisedWeight], state: State, device: torch.device) -> bool:

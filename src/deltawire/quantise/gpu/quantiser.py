@@ -23,7 +23,10 @@ from ..weight_table import WeightTable, kind_number, source_number
 
 _WEIGHT: Final = np.dtype(
     [
-        *((name, "u8") for name in ("data", "stride", "codes", "scales", "global_scale", "previous", "previous_global", "maxima", "unit0")),
+        *(
+            (name, "u8")
+            for name in ("data", "stride", "codes", "scales", "global_scale", "previous", "previous_global", "maxima", "changed", "unit0")
+        ),
         *((name, "u4") for name in ("rows", "columns", "source", "group", "first_row", "aligned")),
     ]
 )
@@ -54,9 +57,19 @@ def _source() -> str:
 class PendingQuantisation:
     """Kernels that are running. Code that needs the outputs on the same stream need not wait for them."""
 
-    def __init__(self, bad: torch.Tensor, held: tuple[torch.Tensor, ...]) -> None:
+    def __init__(
+        self,
+        bad: torch.Tensor,
+        held: tuple[torch.Tensor, ...],
+        changed: list[torch.Tensor] | None = None,
+        fresh: torch.Tensor | None = None,
+    ) -> None:
         self._bad = bad
         self._held = held
+        self.changed = changed
+        """For each weight whose scales are not written: `ScalesOnDevice.changed`."""
+        self.fresh = fresh
+        """For each weight, whether its previous scales do not count; None if they count."""
 
     def first_nonfinite(self) -> int | None:
         """Wait, and return the number of a weight that has an element that is NaN or infinite, or None."""
@@ -92,7 +105,7 @@ class GpuQuantiser:
         """
         return self.start(recipe, weights).first_nonfinite()
 
-    def start(self, recipe: Recipe, weights: WeightTable, *, makes_codes: bool = True) -> PendingQuantisation:
+    def start(self, recipe: Recipe, weights: WeightTable, *, makes_codes: bool = True, makes_scales: bool = True) -> PendingQuantisation:
         """Start what `quantise_weights` does.
 
         Parameters
@@ -101,9 +114,17 @@ class GpuQuantiser:
             As for `quantise_weights`.
         makes_codes
             Whether codes are written. If not, `QuantisedBits` can stand for them.
+        makes_scales
+            Whether scales are written. They need not be if no codes are written, they have one byte each, and rows follow each other.
         """
         rows = _rows(recipe, weights)
         mode = _QUANTISE if makes_codes else _SCALES
+        changed = None
+        if not makes_scales:
+            tiles = -(-weights.rows * weights.columns // _UNIT)
+            memory = self._gpu.empty(int(tiles.sum()), torch.int16)
+            changed = list(memory.split(tiles.tolist()))
+            rows["changed"] = memory.data_ptr() + 2 * (np.cumsum(tiles) - tiles).astype(np.uint64)
         held: list[torch.Tensor] = []
         shares = recipe.shares_scales
         count = len(rows)
@@ -142,7 +163,7 @@ class GpuQuantiser:
         if makes_codes or recipe.name != "fp8-tensor":
             described, blocks = job(units)
             self._launch(_kernel(recipe, makes_codes), blocks, described)
-        return PendingQuantisation(bad, (*held, shared, fresh, groups))
+        return PendingQuantisation(bad, (*held, shared, fresh, groups), changed, fresh if shares else None)
 
     def maxima_of(self, recipe: Recipe, shards: Sequence[RowShard]) -> list[Grid]:
         """Return the largest magnitude of each block of shards on this GPU (`ShardQuantiser`). The results are in host memory.

@@ -56,12 +56,16 @@ __device__ __forceinline__ T element_of(const u8* array, u64 i) {
 
 // How the weights of a tensor are quantised. See numbers.cuh.
 struct Quantised {
-    const u8* scales;
+    const u8* scales;         // null: they are not written
     const float* global_scale;
+    // If scales are not written:
+    const u8* previous;       // the scales of the version before, or null
+    const u16* changed;       // for each 16,384 weights, which of the 16 units among them have a scale that is not the previous one
+    const u32* fresh;         // whether previous scales do not count; null: they do
     u32 kind, group, columns;
-    u32 source;      // the type of the weights
-    u32 width;       // blocks in a row of blocks
-    u32 unused;
+    u32 source;               // the type of the weights
+    u32 width;                // blocks in a row of blocks
+    u32 makes_scales;         // whether the elements are the scales, not the codes
 };
 
 // A tensor. Its tiles, and its elements, are numbered over all tensors of a call.

@@ -19,10 +19,10 @@ __device__ __forceinline__ u32 master_bytes(const Tensor& x) { return x.is_float
 
 struct Masters {};
 struct UnitScales {};
-__device__ __forceinline__ Masters masters_of(const Tensor&) { return {}; }
+__device__ __forceinline__ Masters masters_of(const Tensor*, u64) { return {}; }
 __device__ __forceinline__ UnitScales load_scales(const Masters&, u64, u32, u32) { return {}; }
 // Rounds a unit of master weights into a stage. A lane rounds the elements that it fetched itself.
-__device__ __forceinline__ void make_elements(u8* stage, const u8* masters, const Masters&, const UnitScales&, u64, u32, u32 lane) {
+__device__ __forceinline__ void make_elements(u8* stage, const u8*, const u8* masters, const Masters&, const UnitScales&, u64, u32, u32 lane) {
 #pragma unroll
     for (u32 i = 0; i < UNIT * 4 / 512; ++i) {
         const u32 piece = 32 * i + lane;
@@ -39,7 +39,10 @@ __device__ __forceinline__ u32 element_word(const Tensor& x, u64 offset, u32 i) 
 }
 __device__ __forceinline__ u8 element_byte(const Tensor& x, u64 offset, u32 i) { return (u8)(rounded(((const u32*)x.next + offset)[i / 2]) >> (8 * (i % 2))); }
 #elif WIDTH <= 8
-__device__ __forceinline__ u32 master_bytes(const Tensor& x) { return x.quantised ? (x.quantised->source == quantised::F32 ? 4 : 2) : 0; }
+__device__ __forceinline__ u32 master_bytes(const Tensor& x) {
+    if (!x.quantised) return 0;
+    return WIDTH == 8 && x.quantised->makes_scales ? 1 : x.quantised->source == quantised::F32 ? 4 : 2;
+}
 
 // Where an element is in its weight.
 struct Position {
@@ -52,9 +55,27 @@ __device__ __forceinline__ Position position_of(const Quantised& q, u64 element)
     return {element, row, (u32)element - row * q.columns};
 }
 
+__device__ __forceinline__ const u8* previous_of(const Quantised& q) { return q.fresh && *q.fresh ? nullptr : q.previous; }
+
+// Returns a scale of nvfp4 or mxfp4, one byte, of weights that begin at `weights`. If it is not written, and is not the previous one, it is chosen again.
+template <u32 S>
+__device__ __noinline__ u32 scale_of_group(const Quantised& q, const u8* weights, u64 group) {
+    using namespace quantised;
+    constexpr u32 V = S == F32 ? 4 : 8;
+    if (q.scales) return q.scales[group];
+    const u64 first = group * q.group;
+    const u8* const previous = previous_of(q);
+    if (!(q.changed[first >> 14] >> (first >> 10 & 15) & 1)) return previous[group];
+    u32 stored = 0;
+    for (u32 i = 0; i < q.group; i += V) stored = max(stored, largest_stored<S>(((const uint4*)weights)[(first + i) / V]));
+    const float maximum = __uint_as_float(float_bits<S>(stored));
+    const u8* const old = previous ? previous + group : nullptr;
+    return q.kind == NVFP4 ? choose_nvfp4<S>(*q.global_scale, maximum, old) : choose_mxfp4<S>(maximum, old);
+}
+
 // Returns the divisor of the block of an element. All elements of a vector have the same.
 template <u32 S>
-__device__ __forceinline__ quantised::Divisor divisor_at(const Quantised& q, const Position& at) {
+__device__ __forceinline__ quantised::Divisor divisor_at(const Quantised& q, const u8* weights, const Position& at) {
     using namespace quantised;
     constexpr u32 BYTES = S == F32 ? 4 : 2;
     float scale;
@@ -62,15 +83,15 @@ __device__ __forceinline__ quantised::Divisor divisor_at(const Quantised& q, con
     else if (q.kind == FP8_CHANNEL) scale = read_scale<S>(q.scales + at.row * BYTES);
     else if (q.kind == FP8_TENSOR) scale = read_scale<S>(q.scales);
     else if (q.kind == INT4_GROUPS) scale = read_scale<S>(q.scales + at.element / q.group * BYTES);
-    else if (q.kind == NVFP4) scale = __fdiv_rn(from_e4m3(q.scales[at.element / q.group]), *q.global_scale);
-    else scale = power_of(q.scales[at.element / q.group]);
+    else if (q.kind == NVFP4) scale = __fdiv_rn(from_e4m3(scale_of_group<S>(q, weights, at.element / q.group)), *q.global_scale);
+    else scale = power_of(scale_of_group<S>(q, weights, at.element / q.group));
     return divisor_of(scale, true);
 }
 // Returns the codes of a vector: 4 or 8 of them, in one or two words; half as many words for 4-bit codes.
 template <u32 S>
-__device__ __forceinline__ uint2 codes_of(const Quantised& q, const uint4& v, const Position& at) {
+__device__ __forceinline__ uint2 codes_of(const Quantised& q, const u8* weights, const uint4& v, const Position& at) {
     using namespace quantised;
-    const Divisor by = divisor_at<S>(q, at);
+    const Divisor by = divisor_at<S>(q, weights, at);
 #if WIDTH == 8
     const bool rounds = q.kind >= FP8_CHANNEL;
     const u32 low = rounds ? four_e4m3<S, true>(v, 0, by) : four_e4m3<S, false>(v, 0, by);
@@ -84,12 +105,19 @@ __device__ __forceinline__ uint2 codes_of(const Quantised& q, const uint4& v, co
 // What all units of a tile share.
 struct Masters {
     Quantised how;
+    const Tensor* tensor;
+    const u8* scales;  // if they are not written, the previous ones
     float global;
+    u32 changed;       // which units have other scales than the previous ones, if scales are not written
 };
-__device__ __forceinline__ Masters masters_of(const Tensor& x) {
-    if (!x.quantised) return {};
-    const Quantised q = *x.quantised;
-    return {q, WIDTH == 4 && q.kind == quantised::NVFP4 ? *q.global_scale : 1.0f};
+__device__ __forceinline__ Masters masters_of(const Tensor* x, u64 offset) {
+    if (!x->quantised) return {};
+    const Quantised q = *x->quantised;
+    Masters m = {q, x, q.scales, 1.0f, 0};
+    if (WIDTH == 4 && q.kind == quantised::NVFP4) m.global = *q.global_scale;
+    if (!q.scales) m.scales = previous_of(q);
+    if (WIDTH == 4 && !q.scales) m.changed = q.changed[offset / TILE];
+    return m;
 }
 // What the warp prepares for a unit while the unit is fetched. A span is as many consecutive elements as certainly share a scale: lane i has the scales of
 // spans i and i + 32, as they are stored. If the number of elements in a span is 0, spans are not regular, and every vector looks for its own scale.
@@ -102,7 +130,7 @@ __device__ __forceinline__ UnitScales load_scales(const Masters& m, u64 first, u
     const Quantised& q = m.how;
     UnitScales out = {};
 #if WIDTH == 8
-    if (q.columns % 128) return out;
+    if (q.columns % 128 || q.makes_scales) return out;
     out.span = 128;
     const u32 at = min(lane % 8 * 128, (count - 1) / 128 * 128);
     if (q.kind == FP8_TENSOR) {
@@ -114,12 +142,13 @@ __device__ __forceinline__ UnitScales load_scales(const Masters& m, u64 first, u
     else out.stored[0] = ((const u32*)q.scales)[p.row / 128 * q.width + p.column / 128];
 #else
     out.span = q.group;
+    if (!m.scales) return out;  // all scales are chosen again
     const u32 last = (count - 1) / q.group;
     const u64 group = first / q.group;
 #pragma unroll
     for (u32 k = 0; k < 2; ++k) {
         const u64 at = group + min(lane + 32 * k, last);
-        if (q.kind != INT4_GROUPS) out.stored[k] = q.scales[at];
+        if (q.kind != INT4_GROUPS) out.stored[k] = m.scales[at];
         else out.stored[k] = q.source == F32 ? ((const u32*)q.scales)[at] : ((const u16*)q.scales)[at];
         if (q.group > 16) break;
     }
@@ -171,14 +200,71 @@ __device__ __forceinline__ void quantise_spans(u8* stage, const u8* masters, con
     }
 }
 
+#if WIDTH == 4
+// Chooses the scales of a unit that has other scales than the previous ones.
+template <u32 S>
+__device__ __forceinline__ void choose_scales(u32 stored[2], const u8* masters, const Masters& m, u64 first, u32 count, u32 lane) {
+    using namespace quantised;
+    constexpr u32 V = S == F32 ? 4 : 8;
+    const u32 lanes = m.how.group / V, groups = 32 / lanes, last = (count - 1) / m.how.group;
+    u32 largest[2] = {};
+#pragma unroll 1
+    for (u32 i = 0; i < UNIT / V / 32; ++i) {
+        u32 mine = largest_stored<S>(*(const uint4*)(masters + 16 * (32 * i + lane)));
+        for (u32 d = lanes / 2; d; d /= 2) mine = max(mine, __shfl_xor_sync(ALL, mine, d));
+#pragma unroll
+        for (u32 k = 0; k < 2; ++k) {
+            const u32 group = min(lane + 32 * k, last), found = __shfl_sync(ALL, mine, group % groups * lanes);
+            if (group / groups == i) largest[k] = found;
+        }
+    }
+#pragma unroll
+    for (u32 k = 0; k < 2; ++k) {
+        const u8* const old = m.scales ? m.scales + first / m.how.group + min(lane + 32 * k, last) : nullptr;
+        const float maximum = __uint_as_float(float_bits<S>(largest[k]));
+        stored[k] = m.how.kind == NVFP4 ? choose_nvfp4<S>(m.global, maximum, old) : choose_mxfp4<S>(maximum, old);
+    }
+}
+#else
+// Makes a unit of scales, which are one byte each and are not written. `base` is the same unit of the base.
+template <u32 S>
+__device__ __forceinline__ void make_scales(u8* stage, const u8* base, const Masters& m, u64 first, u32 count, u32 lane) {
+    const Quantised& q = m.how;
+    const Tensor& x = *m.tensor;
+    const bool known = m.scales && m.scales == x.base;
+#pragma unroll
+    for (u32 i = 0; i < PIECES; ++i) {
+        const u32 at = lane / PIECES * STRIDE + lane % PIECES * 16 + 32 / PIECES * STRIDE * i;  // a piece that the lane fetched itself
+        *(uint4*)(stage + at) = known ? *(const uint4*)(base + at) : make_uint4(0, 0, 0, 0);
+    }
+    __syncwarp();
+    // Bit i stands for 1,024 weights.
+    const u64 tile = first * q.group / TILE;
+    u32 changed = ALL;
+    if (known) {
+        changed = q.changed[tile];
+        if (count * q.group > TILE) changed |= (u32)q.changed[tile + 1] << 16;
+    }
+    const u32 scales = UNIT / q.group;  // of 1,024 weights
+    for (; changed; changed &= changed - 1) {
+        const u32 begin = (__ffs(changed) - 1) * scales;
+        if (begin >= count) break;
+        for (u32 i = begin + lane; i < min(begin + scales, count); i += 32) stage[i / RUN * STRIDE + i % RUN] = (u8)scale_of_group<S>(*x.quantised, x.next, first + i);
+    }
+}
+#endif
+
 // Quantises a unit of master weights, whose first element is `first`, into a stage. A lane quantises the elements that it fetched itself. The number of
 // elements is a multiple of 8. After the last one there are zeros, as in the other stage.
 template <u32 S>
-__device__ __forceinline__ void quantise_unit(u8* stage, const u8* masters, const Masters& m, const UnitScales& scales, u64 first, u32 count, u32 lane) {
+__device__ __forceinline__ void quantise_unit(u8* stage, const u8* masters, const Masters& m, UnitScales scales, u64 first, u32 count, u32 lane) {
     using namespace quantised;
     constexpr u32 V = S == F32 ? 4 : 8;
     const Quantised& q = m.how;
     if (scales.span) {
+#if WIDTH == 4
+        if (m.changed >> (first / UNIT % UNITS) & 1) choose_scales<S>(scales.stored, masters, m, first, count, lane);
+#endif
         Divisor by[2] = {stored_divisor<S>(q, scales.stored[0], m.global), {}};
         bool fast = by[0].fast;
         if (WIDTH == 4 && scales.span == 16) by[1] = stored_divisor<S>(q, scales.stored[WIDTH == 4], m.global), fast &= by[1].fast;
@@ -197,27 +283,48 @@ __device__ __forceinline__ void quantise_unit(u8* stage, const u8* masters, cons
 #pragma unroll 1
     for (u32 piece = lane; piece < UNIT / V; piece += 32) {
         const u32 e = piece * V;
-        store_codes<V>(stage, e, e < count ? codes_of<S>(q, *(const uint4*)(masters + 16 * piece), position_of(q, first + e)) : make_uint2(0, 0));
+        store_codes<V>(stage, e, e < count ? codes_of<S>(*m.tensor->quantised, m.tensor->next, *(const uint4*)(masters + 16 * piece), position_of(q, first + e)) : make_uint2(0, 0));
     }
 }
-__device__ __forceinline__ void make_elements(u8* stage, const u8* masters, const Masters& m, const UnitScales& scales, u64 first, u32 count, u32 lane) {
+__device__ __forceinline__ void make_elements(u8* stage, const u8* base, const u8* masters, const Masters& m, const UnitScales& scales, u64 first, u32 count,
+                                              u32 lane) {
+#if WIDTH == 8
+    if (m.how.makes_scales) {
+        if (m.how.source == quantised::F32) make_scales<quantised::F32>(stage, base, m, first, count, lane);
+        else if (m.how.source == quantised::BF16) make_scales<quantised::BF16>(stage, base, m, first, count, lane);
+        else make_scales<quantised::F16>(stage, base, m, first, count, lane);
+        return;
+    }
+#endif
     if (m.how.source == quantised::F32) quantise_unit<quantised::F32>(stage, masters, m, scales, first, count, lane);
     else if (m.how.source == quantised::BF16) quantise_unit<quantised::BF16>(stage, masters, m, scales, first, count, lane);
     else quantise_unit<quantised::F16>(stage, masters, m, scales, first, count, lane);
 }
 // Returns four bytes of codes, from byte 4i of those that begin at element `offset`, which is a multiple of 8.
 __device__ __forceinline__ u32 element_word(const Tensor& x, u64 offset, u32 i) {
-    const Quantised q = *x.quantised;
+    const Quantised& q = *x.quantised;
     constexpr u32 EACH = 32 / WIDTH;  // codes in a word
+    if (WIDTH == 8 && q.makes_scales) {
+        u32 word = 0;
+        for (u32 k = 0; k < 4; ++k) {
+            const u64 group = offset + 4 * i + k;
+            if (group >= x.count) break;
+            word |= (q.source == quantised::F32    ? scale_of_group<quantised::F32>(q, x.next, group)
+                     : q.source == quantised::BF16 ? scale_of_group<quantised::BF16>(q, x.next, group)
+                                                   : scale_of_group<quantised::F16>(q, x.next, group))
+                    << (8 * k);
+        }
+        return word;
+    }
     const u64 element = offset + (u64)i * EACH, vector = q.source == quantised::F32 ? element / 4 : element / 8;
     const auto load = [&](u64 v) { return ((const uint4*)x.next)[v]; };
     if (q.source == quantised::F32) {
-        u32 word = codes_of<quantised::F32>(q, load(vector), position_of(q, element)).x;
-        if (EACH == 8) word |= codes_of<quantised::F32>(q, load(vector + 1), position_of(q, element + 4)).x << 16;
+        u32 word = codes_of<quantised::F32>(q, x.next, load(vector), position_of(q, element)).x;
+        if (EACH == 8) word |= codes_of<quantised::F32>(q, x.next, load(vector + 1), position_of(q, element + 4)).x << 16;
         return word;
     }
     const u64 first = vector * 8;
-    const uint2 codes = q.source == quantised::BF16 ? codes_of<quantised::BF16>(q, load(vector), position_of(q, first)) : codes_of<quantised::F16>(q, load(vector), position_of(q, first));
+    const uint2 codes = q.source == quantised::BF16 ? codes_of<quantised::BF16>(q, x.next, load(vector), position_of(q, first)) : codes_of<quantised::F16>(q, x.next, load(vector), position_of(q, first));
     return element == first ? codes.x : codes.y;
 }
 __device__ __forceinline__ u8 element_byte(const Tensor& x, u64 offset, u32 i) { return (u8)(element_word(x, offset, i / 4) >> (8 * (i % 4))); }
@@ -225,9 +332,9 @@ __device__ __forceinline__ u8 element_byte(const Tensor& x, u64 offset, u32 i) {
 __device__ __forceinline__ u32 master_bytes(const Tensor&) { return 0; }
 struct Masters {};
 struct UnitScales {};
-__device__ __forceinline__ Masters masters_of(const Tensor&) { return {}; }
+__device__ __forceinline__ Masters masters_of(const Tensor*, u64) { return {}; }
 __device__ __forceinline__ UnitScales load_scales(const Masters&, u64, u32, u32) { return {}; }
-__device__ __forceinline__ void make_elements(u8*, const u8*, const Masters&, const UnitScales&, u64, u32, u32) {}
+__device__ __forceinline__ void make_elements(u8*, const u8*, const u8*, const Masters&, const UnitScales&, u64, u32, u32) {}
 __device__ __forceinline__ u32 element_word(const Tensor&, u64, u32) { return 0; }
 __device__ __forceinline__ u8 element_byte(const Tensor&, u64, u32) { return 0; }
 #endif

@@ -145,6 +145,47 @@ __device__ __forceinline__ float quotient(float x, const Divisor& by) {
     return by.fast && !(ROUNDS && S == F16) ? q : __fadd_rn(q, 0.0f);
 }
 
+// Scales of groups, as in quantise/scales.py.
+
+constexpr u32 NOT_FINITE = 0x7f800000;
+// Whether a scale is a positive number.
+__device__ __forceinline__ bool is_scale(float value) { return __float_as_uint(value) - 1 < NOT_FINITE - 1; }
+constexpr float FITS_E4M3 = 464.0f, FITS_E2M1 = 7.0f, FITS_INT4 = 8.0f;
+
+template <u32 S>
+__device__ __forceinline__ u32 choose_mxfp4(float maximum, const u8* previous) {
+    const int power = (int)((__float_as_uint(maximum) + 0x200000) >> 23) - 127;
+    u32 chosen = power < (S == F16 ? -14 : -126) ? (S == F16 ? 127 : 0) : power < -125 ? 0 : (u32)(power + 125);
+    if (!previous) return chosen;
+    const u32 old = *previous;
+    if (old == 255) return chosen;
+    return maximum == 0 || old == chosen || (rounded_to<S>(__fdiv_rn(maximum, power_of(old))) <= FITS_E2M1 && chosen + 1 >= old) ? old : chosen;
+}
+template <u32 S>
+__device__ __forceinline__ u32 choose_nvfp4(float global, float maximum, const u8* previous) {
+    u32 chosen = magnitude_code<E4M3>(__fmul_rn(global, rounded_to<S>(__fdiv_rn(maximum, 6.0f))));
+    if (!chosen) chosen = 0x20;  // 0.125
+    if (!previous) return chosen;
+    const u32 old = *previous;
+    if (old == 0 || old >= 0x7f) return chosen;
+    const float before = from_e4m3(old), now = from_e4m3(chosen);
+    return maximum == 0 || before == now || (__fdiv_rn(maximum, __fdiv_rn(before, global)) <= FITS_E2M1 && 2 * now >= before) ? old : chosen;
+}
+
+// The largest magnitude of a vector, as stored bits.
+template <u32 S>
+__device__ __forceinline__ u32 largest_stored(const uint4& v) {
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+    u32 out = 0;
+    for (u32 i = 0; i < 4; ++i) {
+        if (S == F32) out = max(out, words[i] & 0x7fffffff);
+        else out = max(out, max(words[i] & 0x7fff, words[i] >> 16 & 0x7fff));
+    }
+    return out;
+}
+template <u32 S>
+__device__ __forceinline__ u32 float_bits(u32 stored) { return __float_as_uint(from_stored<S>(stored)); }
+
 // Elements of a vector of 16 bytes.
 template <u32 S>
 __device__ __forceinline__ float element(const uint4& v, u32 i) {

@@ -102,7 +102,7 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
         }
         const u64 offset = (u64)(tile - x.tile0) * TILE;
         const u32 n = elements_in(x, tile), units = (n + UNIT - 1) / UNIT;
-        const u32 master = MASTERS ? master_bytes(x) : 0;  // bytes of a master weight; 0 if `next` are elements
+        const u32 master = MASTERS ? master_bytes(x) : 0;  // bytes of a master weight; 0 if `next` are elements, 1 if elements are scales
         const u32 master_unit = master == 2 ? 2 * UNIT : 0;  // bytes from one unit of masters to the next one
         const u8* const base = x.base ? x.base + bytes_of(offset) : nullptr;
         const u8* const next = master ? x.next + master * offset : COMPARE ? x.next + bytes_of(offset) : base;
@@ -110,7 +110,7 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
             const u32 count = min(UNIT, n - u * UNIT), bytes = (u32)bytes_of(count);
             fetch_unit(space.stages[u & 1][0], base ? base + u * UNIT_BYTES : nullptr, bytes, lane, (const u8*)tiles.tensors);
             if constexpr (MASTERS)
-                if (master) fetch_masters(space.masters + master_unit * (u & 1), next + u * UNIT * master, UNIT * master, master * count, lane, (const u8*)tiles.tensors);
+                if (master > 1) fetch_masters(space.masters + master_unit * (u & 1), next + u * UNIT * master, UNIT * master, master * count, lane, (const u8*)tiles.tensors);
             if (COMPARE && !master) fetch_unit(space.stages[u & 1][COMPARE ? 1 : 0], next + u * UNIT_BYTES, bytes, lane, (const u8*)tiles.tensors);
             fetch_commit();
         };
@@ -118,7 +118,7 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
         Masters masters = {};
         UnitScales scales = {};
         if constexpr (MASTERS)
-            if (master) masters = masters_of(x), scales = load_scales(masters, offset, min(UNIT, n), lane);
+            if (master) masters = masters_of(tiles.tensors + owner, offset), scales = load_scales(masters, offset, min(UNIT, n), lane);
         if (COMPARE && lane < CONTEXTS) space.changes[lane] = 0;
         const u64 digest_block = bytes_of(offset) / 512;
         // Elements by context, as in `count_contexts`: those of the lane that are not yet in `seen`, and counter `lane % COUNTERS` of the whole warp.
@@ -143,7 +143,7 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
                     const UnitScales own = scales;
                     const u64 first = offset + u * UNIT;
                     if (u + 1 < units) scales = load_scales(masters, first + UNIT, min(UNIT, n - (u + 1) * UNIT), lane);
-                    make_elements(next_stage, space.masters + master_unit * (u & 1), masters, own, first, min(UNIT, n - u * UNIT), lane);
+                    make_elements(next_stage, space.stages[u & 1][0], space.masters + master_unit * (u & 1), masters, own, first, min(UNIT, n - u * UNIT), lane);
                     if (!early && u + 1 < units) fetch(u + 1);
                 }
             __syncwarp();

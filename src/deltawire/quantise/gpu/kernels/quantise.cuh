@@ -6,7 +6,6 @@ using namespace quantised;
 constexpr u32 SIDE = 128;                                      // rows and columns of a block
 constexpr u32 THREADS = 256;
 constexpr u32 UNIT = 1 << 14;                                  // elements of a unit of groups
-constexpr u32 NOT_FINITE = 0x7f800000;
 constexpr u32 ALL = 0xffffffffu;
 
 struct Weight {
@@ -18,6 +17,7 @@ struct Weight {
     const u8* previous;            // scales of the version before, or null
     const float* previous_global;
     float* maxima;                 // where the largest value of each block goes, or null
+    u16* changed;                  // null, or: scales are not written, only which units of 1,024 weights have other scales than before
     u64 unit0;                     // the number of the weight's first unit of work
     u32 rows, columns;
     u32 source;
@@ -47,14 +47,10 @@ __device__ __forceinline__ u32 bytes_of(u32 source) { return source == F32 ? 4 :
 
 // ---- scales, as in quantise/scales.py
 
-// Whether a scale is a positive number.
-__device__ __forceinline__ bool is_scale(float value) { return __float_as_uint(value) - 1 < NOT_FINITE - 1; }
 __device__ __forceinline__ bool is_power_of_two(float value) {
     const u32 b = __float_as_uint(value), fraction = b & 0x7fffff;
     return b >> 23 ? fraction == 0 : (fraction & (fraction - 1)) == 0;
 }
-
-constexpr float FITS_E4M3 = 464.0f, FITS_E2M1 = 7.0f, FITS_INT4 = 8.0f;
 
 __device__ __forceinline__ float choose_block(bool power, float maximum, const float* previous) {
     float chosen = __fdiv_rn(maximum, 448.0f);
@@ -86,15 +82,6 @@ __device__ __forceinline__ float choose_plain(float maximum, const u8* previous)
     return stays_plain<S, E>(maximum, old, fresh) ? old : fresh;
 }
 template <u32 S>
-__device__ __forceinline__ u32 choose_mxfp4(float maximum, const u8* previous) {
-    const int power = (int)((__float_as_uint(maximum) + 0x200000) >> 23) - 127;
-    u32 chosen = power < (S == F16 ? -14 : -126) ? (S == F16 ? 127 : 0) : power < -125 ? 0 : (u32)(power + 125);
-    if (!previous) return chosen;
-    const u32 old = *previous;
-    if (old == 255) return chosen;
-    return maximum == 0 || old == chosen || (rounded_to<S>(__fdiv_rn(maximum, power_of(old))) <= FITS_E2M1 && chosen + 1 >= old) ? old : chosen;
-}
-template <u32 S>
 __device__ __forceinline__ float fresh_global(float largest) {
     const float least = S == F16 ? 0x1p-14f : 0x1p-126f;
     const float found = rounded_to<S>(__fmul_rn(rounded_to<S>(__fdiv_rn(1.0f, largest > least ? largest : least)), 2688.0f));
@@ -105,16 +92,6 @@ template <u32 S>
 __device__ __forceinline__ bool stays_global(float largest, float old, float fresh) {
     if (!is_scale(old) || old < LEAST_GLOBAL) return false;
     return largest == 0 || old == fresh || (__fmul_rn(old, rounded_to<S>(__fdiv_rn(largest, 6.0f))) <= FITS_E4M3 && (double)fresh <= 2 * (double)old);
-}
-template <u32 S>
-__device__ __forceinline__ u32 choose_nvfp4(float global, float maximum, const u8* previous) {
-    u32 chosen = magnitude_code<E4M3>(__fmul_rn(global, rounded_to<S>(__fdiv_rn(maximum, 6.0f))));
-    if (!chosen) chosen = 0x20;  // 0.125
-    if (!previous) return chosen;
-    const u32 old = *previous;
-    if (old == 0 || old >= 0x7f) return chosen;
-    const float before = from_e4m3(old), now = from_e4m3(chosen);
-    return maximum == 0 || before == now || (__fdiv_rn(maximum, __fdiv_rn(before, global)) <= FITS_E2M1 && 2 * now >= before) ? old : chosen;
 }
 
 // 16 bytes of a row: 4 or 8 elements.
@@ -130,20 +107,6 @@ __device__ __forceinline__ uint4 load_vector(const u8* row, u32 column, u32 colu
         }
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
-// The largest magnitude of a vector, as stored bits.
-template <u32 S>
-__device__ __forceinline__ u32 largest_stored(const uint4& v) {
-    const u32 words[4] = {v.x, v.y, v.z, v.w};
-    u32 out = 0;
-    for (u32 i = 0; i < 4; ++i) {
-        if (S == F32) out = max(out, words[i] & 0x7fffffff);
-        else out = max(out, max(words[i] & 0x7fff, words[i] >> 16 & 0x7fff));
-    }
-    return out;
-}
-template <u32 S>
-__device__ __forceinline__ u32 float_bits(u32 stored) { return __float_as_uint(from_stored<S>(stored)); }
-
 template <u32 S, bool ROUNDS>
 __device__ __forceinline__ void store_e4m3(u8* row, u32 column, u32 columns, u32 aligned, const uint4& v, const Divisor& by) {
     constexpr u32 V = S == F32 ? 4 : 8;
@@ -390,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(256) quantise_groups(Job job) {
 
 // Chooses scales only: first all largest values of a unit, then all scales.
 template <u32 S>
-__device__ __forceinline__ void choose_unit_scales(const Job& job, u32 index, const Weight& w, u64 unit, u32* maxima) {
+__device__ __forceinline__ void choose_unit_scales(const Job& job, u32 index, const Weight& w, u64 unit, u32* maxima, u32* changed) {
     constexpr u32 V = S == F32 ? 4 : 8, BYTES = S == F32 ? 4 : 2, AHEAD = 8;
     const bool tries = job.mode == TRY_SCALES;
     float global = 1.0f;
@@ -401,7 +364,12 @@ __device__ __forceinline__ void choose_unit_scales(const Job& job, u32 index, co
     } else if (job.kind == NVFP4) {
         global = job.shared[index], fresh = job.fresh[index];
         if (!fresh) return;  // its scales were tried, and are right
+        if (w.changed) {
+            if (threadIdx.x == 0) w.changed[unit] = 0xffff;
+            return;
+        }
     }
+    if (threadIdx.x == 0) *changed = 0;
     const u32 lanes = job.group / V;  // that share a scale
     const u64 end = (u64)w.rows * w.columns;
     u32 all = 0;
@@ -432,18 +400,26 @@ __device__ __forceinline__ void choose_unit_scales(const Job& job, u32 index, co
         const u64 at = first + i;
         const float maximum = __uint_as_float(maxima[i]);
         const u8* const previous = w.previous && !fresh ? w.previous + at * (job.kind == INT4_GROUPS ? BYTES : 1) : nullptr;
-        if (job.kind == INT4_GROUPS) write_scale<S>(w.scales + at * BYTES, choose_plain<S, INT4>(maximum, previous));
-        else w.scales[at] = (u8)(job.kind == NVFP4 ? choose_nvfp4<S>(global, maximum, previous) : choose_mxfp4<S>(maximum, previous));
+        if (job.kind == INT4_GROUPS) {
+            write_scale<S>(w.scales + at * BYTES, choose_plain<S, INT4>(maximum, previous));
+            continue;
+        }
+        const u32 chosen = job.kind == NVFP4 ? choose_nvfp4<S>(global, maximum, previous) : choose_mxfp4<S>(maximum, previous);
+        if (!w.changed) w.scales[at] = (u8)chosen;
+        else if (!previous || chosen != *previous) atomicOr(changed, 1u << (i * job.group >> 10));
     }
+    if (!w.changed) return;
+    __syncthreads();
+    if (threadIdx.x == 0) w.changed[unit] = (u16)*changed;
 }
 extern "C" __global__ void __launch_bounds__(256) choose_group_scales(Job job) {
     const u32 index = weight_of(job, blockIdx.x);
     const Weight w = job.weights[index];
     const u64 unit = blockIdx.x - w.unit0;
-    __shared__ u32 maxima[UNIT / 16];  // the smallest groups have 16 elements
-    if (w.source == F32) choose_unit_scales<F32>(job, index, w, unit, maxima);
-    else if (w.source == BF16) choose_unit_scales<BF16>(job, index, w, unit, maxima);
-    else choose_unit_scales<F16>(job, index, w, unit, maxima);
+    __shared__ u32 maxima[UNIT / 16], changed;  // the smallest groups have 16 elements
+    if (w.source == F32) choose_unit_scales<F32>(job, index, w, unit, maxima, &changed);
+    else if (w.source == BF16) choose_unit_scales<BF16>(job, index, w, unit, maxima, &changed);
+    else choose_unit_scales<F16>(job, index, w, unit, maxima, &changed);
 }
 
 // ---- scales that weights share
