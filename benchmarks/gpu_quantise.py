@@ -63,7 +63,7 @@ class Row:
     """The phases of `Publisher.publish`, whose snapshot is on the GPU. `whole` is the call, in which the snapshot follows, too."""
 
 
-def median_ms(work: Callable[[], object], rounds: int = 5) -> float:
+def median_ms(work: Callable[[], object], rounds: int = 4) -> float:
     times = []
     for _ in range(rounds + 1):
         torch.cuda.synchronize()
@@ -122,7 +122,7 @@ def measure(recipe: str, dtype: torch.dtype, elements: int, *, publishes: bool) 
     whole = [range(len(model.segments))]
     batches = batches_of_quantised(model.layout, model.table, model.masters, model.segments)
     assert batches is not None
-    row.quantise_ms = median_ms(lambda: [model.quantise([i], model.published, written=True) for i in whole[0]], 3)
+    row.quantise_ms = median_ms(lambda: [model.quantise([i], model.published, written=True) for i in whole[0]], 2)
     encoded = model.delta(whole)
     row.changed = sum(summary.changed for _, summary in encoded)
     row.delta_bytes = sum(len(delta) for delta, _ in encoded)
