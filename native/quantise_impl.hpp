@@ -31,7 +31,8 @@ struct Quantise {
     // A divisor, and its reciprocal as the sum of two numbers.
     struct Divisor {
         F divisor, reciprocal, low;
-        Divisor(float divisor, float reciprocal) : divisor(Isa::splat(divisor)), reciprocal(Isa::splat(reciprocal)), low(Isa::splat(low_of(divisor, reciprocal))) {}
+        Divisor(float divisor, float reciprocal) : Divisor(divisor, reciprocal, low_of(divisor, reciprocal)) {}
+        Divisor(float divisor, float reciprocal, float low) : divisor(Isa::splat(divisor)), reciprocal(Isa::splat(reciprocal)), low(Isa::splat(low)) {}
     };
     DELTAWIRE_INLINE static float low_of(float divisor, float reciprocal) { return Isa::kHasFma ? __builtin_fmaf(-divisor, reciprocal, 1.0f) * reciprocal : 0.0f; }
     // Within these bounds, and with any mantissa but one, a product is on the same side of all boundaries between codes as the quotient, and it is 0 only if
@@ -141,13 +142,14 @@ struct Quantise {
         constexpr unsigned per_byte = E == Element::e4m3 ? 1 : 2;
         for (size_t at = 0; at < n; at += kBatch) {
             const size_t count = n - at < kBatch ? n - at : kBatch;
-            float reciprocals[kBatch];
-            bool fast = Isa::kHasFma;
-            for (size_t i = 0; i < count; ++i) {
+            float reciprocals[kBatch], lows[kBatch];
+            uint32_t fast = Isa::kHasFma;
+            for (size_t i = 0; i < count; ++i) {  // the compiler makes vectors of it
                 reciprocals[i] = 1.0f / divisors[at + i];
-                fast &= is_fast(divisors[at + i]);
+                lows[i] = low_of(divisors[at + i], reciprocals[i]);
+                fast &= uint32_t(is_fast(divisors[at + i]));
             }
-            const auto by = [&](size_t i) { return Divisor(divisors[at + i], reciprocals[i]); };
+            const auto by = [&](size_t i) { return Divisor(divisors[at + i], reciprocals[i], lows[i]); };
             const auto each = [&]<bool kFast>() {
                 size_t i = 0;
                 if (group < 4 * kWidth && group % kWidth == 0) {  // four vectors that belong to two or four groups
