@@ -155,6 +155,8 @@ def test_mistakes_in_the_arguments_show_before_anybody_is_fenced(tmp_path):
             ({"run": "eight"}, RunMismatch),
             ({"resume_from_seq": 5}, VersionUnknown),
             ({"resume_from_seq": 0}, VersionUnknown),
+            ({"resume_from_seq": "1"}, VersionUnknown),
+            ({"resume_from_seq": True}, VersionUnknown),
             ({"attachments": tmp_path / "missing"}, CheckpointError),
         ]:
             with pytest.raises(error):

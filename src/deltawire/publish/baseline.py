@@ -20,7 +20,7 @@ from ..tensors.gpu_handover import GpuHandover, on_side_stream
 from ..tensors.state import thread_count
 from .history import History, Reverse, budget_for, versions_of
 from .shortcuts.compose import Composition, compose
-from .snapshots import Arrays, SnapshotDevice, copy_of, copy_tensors, is_kept_like, new_arrays
+from .snapshots import Arrays, ScratchMemory, SnapshotDevice, copy_tensors, is_kept_like, new_arrays
 from .upload.segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments
 
 
@@ -117,10 +117,11 @@ class Baseline:
         Those that `back` does not have are encoded here. Readers fetch `size` bytes to get to it.
         """
         reverse = None if back is None else dict(back)
+        scratch = ScratchMemory()
         with self._moving(at, digest, reverse, size):
             for index, delta in deltas.items():
                 part = self.part(index)
-                old = {name: copy_of(array) for name, array in part.items()} if reverse is not None and index not in reverse else None
+                old = scratch.copy(part) if reverse is not None and index not in reverse else None
                 apply_delta(part, delta, threads=self._threads)
                 GpuHandover(part).synchronize()
                 if reverse is not None and old is not None:
@@ -154,16 +155,17 @@ class Baseline:
         with self._lock:
             self._history.release(seq)
 
-    def segment_at(self, seq: int, index: int) -> Arrays:
+    def segment_at(self, seq: int, index: int, scratch: ScratchMemory | None = None) -> Arrays:
         """Return a copy of a segment of version `seq`, which is held. Raises `HistoryDropped` if the baseline was replaced since.
 
-        On a GPU the copy is made on a side stream, and is complete.
+        On a GPU the copy is made on a side stream, and is complete. On the host it is in the memory of `scratch`, if that is given.
         """
+        copy = (scratch or ScratchMemory()).copy
         with self._lock:
             back = self._history.deltas_back(seq)
             now = self.part(index)
             with on_side_stream(now) as wait:
-                part = {name: copy_of(array) for name, array in now.items()}
+                part = copy(now)
                 wait()  # before another thread or stream may change what is copied
         with on_side_stream(part) as wait:
             for reverse in back:
@@ -204,7 +206,7 @@ class Baseline:
             parts = self._history.composable(level, due.position)
         if parts is None or parts[0].target != due.at:
             return None
-        return compose(_HeldVersion(self, due), level, parts, threads=self._threads_beside, break_off=break_off)
+        return compose(_HeldVersion(self, due, ScratchMemory()), level, parts, threads=self._threads_beside, break_off=break_off)
 
     def keep_composed(self, due: ComposingAt, reverse: Reverse) -> None:
         """Keep a composed delta instead of those that it was composed from."""
@@ -248,17 +250,18 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class _HeldVersion:
-    """A version that is held, whether or not the baseline has moved on since. Each of its segments is a copy."""
+    """A version that is held, whether or not the baseline has moved on since. A segment of it is a copy, valid until the next one."""
 
     _baseline: Baseline
     _due: ComposingAt
+    _scratch: ScratchMemory
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         return self._due.segments
 
     def part(self, index: int) -> State:
-        return self._baseline.segment_at(self._due.at.seq, index)
+        return self._baseline.segment_at(self._due.at.seq, index, self._scratch)
 
     def part_of(self, state: State, index: int) -> State:
         return {name: state[name] for name in self._due.table.names_of(self._due.segments[index])}

@@ -44,6 +44,12 @@ def version_commit(log: ChainLog, tip: Commit, seq: int) -> Commit:
     return commit
 
 
+def check_seq(seq: object) -> None:
+    """Raise `VersionUnknown` unless this can be the seq of a version, or is None."""
+    if seq is not None and (not isinstance(seq, int) or isinstance(seq, bool)):
+        raise VersionUnknown(f"resume_from_seq is the seq of a version, an integer, not {seq!r}.")
+
+
 def find_start(log: ChainLog, seq: int | None) -> Commit | None:
     """Return the commit of the version that a writer continues from: version `seq`, or the newest. None if nothing is published yet.
 

@@ -5,6 +5,7 @@ Copies of weights on a GPU are kept in pinned memory of the host, or on the GPU,
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..codec.bits import Bits, DeviceBits, in_host_memory, on_gpu
 from ..dtypes import DType
-from ..tensors.bits import State, Tensor, tensor_bits, typed
+from ..tensors.bits import State, Tensor, TensorPart, tensor_bits, typed
 from ..tensors.casting import Casts
 from ..tensors.columns import Columns
 from ..tensors.gpu_handover import GpuHandover, on_side_stream
@@ -27,6 +28,8 @@ Arrays: TypeAlias = dict[str, Tensor]
 SnapshotDevice: TypeAlias = Literal["host", "device"]
 """Where copies of weights on a GPU are kept. Copies of other weights are on the host."""
 
+
+_CACHE_LINE = 64
 
 _PIECE = 8 << 20
 """The number of bytes that are copied from a GPU through pinned memory at a time."""
@@ -129,6 +132,42 @@ def _keep(bits: DeviceBits) -> None:
 def copy_of(array: Any) -> Any:
     """Return a copy on the same device."""
     return array.detach().clone() if hasattr(array, "detach") else array.copy()
+
+
+class ScratchMemory:
+    """Memory for copies of segments, one after the other.
+
+    The system clears new memory page by page, which takes several times as long as the copy. So this memory is used again.
+    """
+
+    def __init__(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+
+    def copy(self, state: State) -> Arrays:
+        """Return a copy of tensors or parts of tensors, on their devices. Those on the host are valid until the next call.
+
+        The tensors are contiguous, as those of a baseline are.
+        """
+        on_host = {name: array for name, tensor in state.items() if isinstance(array := _elements(tensor), np.ndarray)}
+        ends = np.cumsum([array.nbytes + -array.nbytes % _CACHE_LINE for array in on_host.values()], dtype=np.int64)
+        starts = dict(zip(on_host, [0, *ends.tolist()], strict=False))
+        if on_host and self._memory.size < ends[-1]:
+            self._memory = np.empty(0, np.uint8)  # frees it before more is allocated
+            self._memory = np.empty(int(ends[-1]), np.uint8)
+        copies: Arrays = {}
+        for name, tensor in state.items():
+            array = on_host.get(name)
+            if array is None:
+                copies[name] = copy_of(tensor)
+                continue
+            copied = self._memory[starts[name] : starts[name] + array.nbytes].view(array.dtype).reshape(array.shape)
+            np.copyto(copied.view(f"u{array.itemsize}"), array.view(f"u{array.itemsize}"))
+            copies[name] = dataclasses.replace(tensor, elements=copied) if isinstance(tensor, TensorPart) else copied
+        return copies
+
+
+def _elements(tensor: Any) -> Any:
+    return tensor.elements if isinstance(tensor, TensorPart) else tensor
 
 
 def host_array(name: str, array: Any) -> NDArray[Any]:

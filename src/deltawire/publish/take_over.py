@@ -10,7 +10,7 @@ from ..store.occupancy import refuse_occupied
 from .attachments.read_files import check_sizes
 from .attachments.stored_files import AttachedFiles, StoredFiles
 from .commits import ChainWriter, open_log, open_run
-from .resume import find_start
+from .resume import check_seq, find_start
 from .writer_options import WriterOptions
 
 
@@ -46,6 +46,7 @@ class TakeOver:
         keeps_others: bool,
         resume_from_seq: int | None,
     ) -> None:
+        check_seq(resume_from_seq)
         refuse_occupied(store)
         probe(store)
         open_run(store, run, options.limits)

@@ -277,7 +277,7 @@ class PartsAppender:
 
     def _take(self, division: Division, parts: Parts) -> PartsBaseline:
         if self.baseline is not None and self.baseline.division is division:
-            self.baseline.replace(parts, self._here(), state_digest(parts, threads=self._threads))
+            self.baseline.replace_parts(parts, self._here())
         else:
             self._drop_baseline()
             self.baseline = PartsBaseline(division, parts, self._segments_of(division), self._here(), threads=self._threads)

@@ -42,6 +42,14 @@ class PartsBaseline(Baseline):
         """The parts of all tensors, by name."""
         return cast("Parts", self.arrays)
 
+    def replace_parts(self, parts: Parts, at: CommitRef) -> None:
+        """Start again from other parts of the same division. Deltas back are lost."""
+        self.replace(cast("Arrays", parts), at, state_digest(parts, threads=self._threads))
+
+    def parts_at(self, seq: int, index: int) -> Parts:
+        """Return a copy of a segment of version `seq`, as `segment_at` does."""
+        return cast("Parts", self.segment_at(seq, index))
+
     def rename(self, at: CommitRef) -> None:
         """Note that another version has the same weights. Deltas back are lost."""
         with self._lock:

@@ -176,7 +176,7 @@ class _HeldParts:
             if not self._target.is_held:
                 raise HistoryDropped(f"this process does not have commit {self._target.at.seq}")
             self._parts = {}
-            self._parts, self._index = self._baseline.segment_at(self._target.at.seq, index), index
+            self._parts, self._index = self._baseline.parts_at(self._target.at.seq, index), index
         return self._parts[name]
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...delta.encode import encode_delta, encode_with_summary
 from ...delta.resolve import apply_delta
 from ...format.records.record_parts import CommitRef
 from ...tensors.gpu_handover import on_side_stream
 from ..history import Reverse
-from ..snapshots import copy_of
+from ..snapshots import ScratchMemory
 from ..upload.data_objects import Segmented
 
 
@@ -41,17 +40,18 @@ class Composition:
 def compose(baseline: Segmented, level: int, parts: Sequence[Reverse], *, threads: int | None, break_off: bool) -> Composition:
     """Compose reverse deltas that start at the baseline, given from the newest to the oldest, to one of `level`.
 
-    It works segment by segment, so it needs memory for one segment and the deltas. With `break_off`, it stops encoding deltas forward once
-    they are as large as what they would replace.
+    It works segment by segment, so it needs memory for a copy of one segment, and for the deltas. With `break_off`, it stops encoding
+    deltas forward once they are as large as what they would replace.
     """
     replaced = sum(part.forward_bytes for part in parts)
     forward: dict[int, bytes] = {}
     backward: dict[int, bytes] = {}
     size = 0
+    scratch = ScratchMemory()
     for index in sorted({index for part in parts for index in part.deltas}):
         now = baseline.part(index)
         with on_side_stream(now) as wait:  # on a GPU, this may run while the next step is trained
-            then: dict[str, Any] = {name: copy_of(tensor) for name, tensor in now.items()}
+            then = scratch.copy(now)
             for part in parts:
                 if index in part.deltas:
                     apply_delta(then, part.deltas[index], threads=threads)
