@@ -23,14 +23,15 @@ if that is more. They are scales of more than one byte, and tensors that are not
 def cut_for_gpu(publication: Publication, baseline: Arrays, segments: Sequence[Segment]) -> Sequence[Sequence[int]] | None:
     """Return the batches of a publication that is encoded against a baseline.
 
-    Return None if segments are made and encoded one at a time: on the host, and if a GPU needs memory for all new tensors.
+    Return None if segments are made and encoded one at a time: on the host, with a baseline on the host, and if a GPU needs memory for all
+    new tensors.
     """
     layout = publication.layout
+    if not are_on_gpu(baseline):
+        return None  # it is copied to the GPU, a little at a time
     if layout is not None:
         return batches_of_quantised(layout, publication.table, publication.weights, segments)
-    if are_on_gpu(baseline) and are_on_gpu(publication.weights):
-        return cut_batches([segment.raw for segment in segments], _BATCH_BYTES)
-    return None
+    return cut_batches([segment.raw for segment in segments], _BATCH_BYTES) if are_on_gpu(publication.weights) else None
 
 
 def batches_of_quantised(
@@ -52,7 +53,12 @@ def batches_of_quantised(
 
 
 def _written_bytes(layout: QuantisedLayout, table: TensorTable, segment: Segment) -> int:
-    """Return the bytes of a segment's tensors that are neither codes nor scales of one byte."""
+    """Return the bytes of a segment's tensors that are neither codes, nor scales of one byte, nor published as they are."""
     end = segment.first + segment.count
-    each = zip(table.names[segment.first : end], table.sizes[segment.first : end], strict=True)
-    return sum(size for name, size in each if layout.outputs[name].role not in unwritten_roles(layout.recipe))
+    total = 0
+    for name, size in zip(table.names[segment.first : end], table.sizes[segment.first : end], strict=True):
+        output = layout.outputs[name]
+        is_as_given = output.weight is None and layout.specs[name].dtype == output.dtype
+        if not is_as_given and output.role not in unwritten_roles(layout.recipe):
+            total += size
+    return total
