@@ -20,6 +20,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import functools
 import gc
@@ -196,6 +197,7 @@ def _started(warm_up: str) -> str:
     path = os.pathsep.join(filter(None, [str(PACKAGE), str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]))
     fixed = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUTF8": "1"}
     arguments, options = [__file__, warm_up, address], {"env": {**os.environ, **fixed}, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    options["start_new_session"] = True  # Ctrl-C in the terminal must not end it before its children
     process = (
         ForkedPopen(parent, arguments, **options)
         if (parent := _FORKED_FROM.get(warm_up))
@@ -306,6 +308,7 @@ def _become(warm_up: str, request: dict[str, Any], streams: list[int]) -> None:
     """Run the script in the child, and exit as the script does. This function does not return."""
     code = 70
     try:
+        _end_with_parent()
         _take_files(streams, [0, 1, 2, *request["files"]])
         _reopen_streams()
         if request["session"]:
@@ -332,6 +335,13 @@ def _become(warm_up: str, request: dict[str, Any], streams: list[int]) -> None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """Let the kernel kill this process when the parent ends, because a parent that is killed itself cannot kill what it has forked."""
+    set_parent_death_signal = 1
+    if ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, int(signal.SIGKILL)) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
 
 
 def _take_files(received: list[int], numbers: list[int]) -> None:
