@@ -35,9 +35,10 @@ import os, runpy, sys
 
 del sys.argv[0]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
-import policy
+import policy, task
 
 policy.WIDTH, policy.LAYERS = 128, 2
+task.vocabulary = lambda: frozenset("abcdefghijklmnopqrstuvwxyz")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -49,7 +50,9 @@ def start(command, **options):
 processes.subprocess = SimpleNamespace(PIPE=subprocess.PIPE, Popen=start)
 runpy.run_path(sys.argv[0], run_name="__main__")
 '''
-"""The demo as it is, except that its processes have torch imported when they start, and that its model is a fifth as large."""
+"""The demo as it is, except that its processes have torch imported when they start, and that its model is a fifth as large.
+
+Each letter is a known word, so that a model that has learned little gets rewards, and its weights change."""
 
 
 def is_there(pid: int) -> bool:
@@ -97,6 +100,7 @@ def test_a_short_demo_ends_with_members_that_are_bit_identical_to_the_trainer(tm
 
     assert [event["step"] for event in told if event["event"] == "trained"] == [1, 2, 3, 4, 5, 6]
     assert all(0 <= event["reward"] <= 1 for event in told if event["event"] == "trained")
+    assert all(event["changed"] > 0 for event in told if event["event"] == "trained")
     assert [each["from"] for each in summary["takeovers"]] == ["unlucky"]
     assert all(each["by"] in ("steady", "slow", "newcomer") for each in summary["takeovers"])
 
