@@ -23,7 +23,7 @@ from deltawire.quantise import Recipe
 from deltawire.quantise.recipe import SPELLINGS
 from deltawire.store.memory import MemoryStore
 from deltawire.tensors.bits import TensorPart
-from deltawire.warnings import RecipeChanged
+from deltawire.warnings import NothingQuantised, RecipeChanged
 
 CONFIG = {"config.json": b'{"model_type": "tiny", "torch_dtype": "float32"}'}
 SHAPES = {
@@ -140,6 +140,12 @@ def test_a_job_with_other_ranks_keeps_the_scales_and_another_recipe_starts_anew(
     assert bits_of_versions(parts)[-1] == bits_of(versions[0])
     newest = read_commits(parts)[-1]["attachments"][0]
     assert "quantization_config" not in json.loads(parts.get(newest["key"], limit=1 << 20))
+
+
+def test_ranks_say_once_that_a_recipe_quantises_nothing():
+    with pytest.warns(NothingQuantised, match=r"because the pattern 're:\.\*' matches") as caught:
+        publish_parts(MemoryStore(), 2, states_of(2), quantise=Recipe.parse("fp8-block", ignore=["re:.*"]))
+    assert len(caught) == 1
 
 
 def test_weights_that_are_not_finite_stop_all_ranks_before_anything_is_published():
