@@ -215,7 +215,7 @@ class Workload:
         return resolution, outcome
 
     def digest(self) -> Any:
-        return CODEC.digest(list(zip(self.bits(self.olds), self.seeds.tolist(), strict=True)), 1)
+        return CODEC.digest(self.bits(self.olds), self.seeds, 1)
 
     def states(self) -> list[dict[str, torch.Tensor]]:
         return [{f"model.layers.{i}.{self.kind.suffix}": tensor for i, tensor in enumerate(side)} for side in (self.olds, self.news)]

@@ -7,6 +7,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cstring>
+#include <span>
+
 #include "codec.hpp"
 #include "nonfinite.hpp"
 #include "parallel.hpp"
@@ -59,16 +63,34 @@ View view_of(PyObject* array) {
     return v;
 }
 
+// Contiguous tensors in columns: where they begin, how many elements they have, and how many bytes an element has. The caller keeps their memory alive.
+class Addresses {
+public:
+    Addresses(const Column<uint64_t>& addresses, const Column<int64_t>& counts, const Column<uint8_t>& itemsizes, nb::object owner)
+        : owner_(std::move(owner)) {
+        if (counts.size() != addresses.size() || itemsizes.size() != addresses.size()) throw std::invalid_argument("columns differ in length");
+        views_.resize(addresses.size());
+        for (size_t t = 0; t < views_.size(); ++t) {
+            const uint8_t bytes = itemsizes(t);
+            if (bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8) throw std::invalid_argument("an element has another size than 1, 2, 4 or 8 bytes");
+            if (counts(t) < 0 || (counts(t) && (!addresses(t) || addresses(t) % bytes))) throw std::invalid_argument("an address or a number of elements is not valid");
+            views_[t].data = reinterpret_cast<uint8_t*>(addresses(t));
+            views_[t].count = uint64_t(counts(t));
+            views_[t].bytes = bytes;
+        }
+    }
+
+    const std::vector<View>& views() const { return views_; }
+
+private:
+    nb::object owner_;  // whatever keeps the memory alive
+    std::vector<View> views_;
+};
+
 View zeros(uint64_t count, uint8_t bytes) {
     View v;
     v.count = count;
     v.bytes = bytes;
-    return v;
-}
-
-View checked_view(PyObject* array, const ElementType& type) {
-    View v = view_of(array);
-    if (v.bytes != type.bytes) throw std::invalid_argument("array and element type differ in width");
     return v;
 }
 
@@ -77,6 +99,28 @@ std::span<PyObject*> items_of(const nb::object& sequence) {
     if (!PyList_Check(sequence.ptr()) && !PyTuple_Check(sequence.ptr())) throw nb::type_error("arrays must come in a list or a tuple");
     return {PySequence_Fast_ITEMS(sequence.ptr()), size_t(PySequence_Fast_GET_SIZE(sequence.ptr()))};
 }
+
+// Tensors that Python passes: a list or tuple of arrays, some of which may be None, or `Addresses`.
+class Tensors {
+public:
+    explicit Tensors(const nb::object& given) {
+        if (nb::isinstance<Addresses>(given)) views_ = nb::cast<const Addresses&>(given).views();
+        else items_ = items_of(given);
+    }
+
+    size_t size() const { return std::max(items_.size(), views_.size()); }
+    bool is_none(size_t t) const { return !items_.empty() && items_[t] == Py_None; }
+    View at(size_t t) const { return items_.empty() ? views_[t] : view_of(items_[t]); }
+    View checked(size_t t, const ElementType& type) const {
+        View v = at(t);
+        if (v.bytes != type.bytes) throw std::invalid_argument("array and element type differ in width");
+        return v;
+    }
+
+private:
+    std::span<PyObject*> items_;
+    std::span<const View> views_;
+};
 
 void check_length(size_t length, size_t tensors) {
     if (length != tensors) throw std::invalid_argument("columns differ in length");
@@ -104,15 +148,15 @@ nb::list py_encode_groups(const std::vector<PyEncodeGroup>& groups, unsigned thr
     std::vector<EncodeGroup> native;
     for (const auto& [type, bases, nexts, seeds] : groups) {
         EncodeGroup group{element_type(type), {}, {}, {seeds.data(), seeds.data() + seeds.size()}};
-        const auto base_items = items_of(bases), next_items = items_of(nexts);
-        check_length(base_items.size(), seeds.size());
-        check_length(next_items.size(), seeds.size());
+        const Tensors old(bases), now(nexts);
+        check_length(old.size(), seeds.size());
+        check_length(now.size(), seeds.size());
         group.bases.reserve(seeds.size());
         group.nexts.reserve(seeds.size());
         for (size_t t = 0; t < seeds.size(); ++t) {
-            group.nexts.push_back(checked_view(next_items[t], group.type));
+            group.nexts.push_back(now.checked(t, group.type));
             const uint64_t count = group.nexts.back().count;
-            group.bases.push_back(base_items[t] == Py_None ? zeros(count, group.type.bytes) : checked_view(base_items[t], group.type));
+            group.bases.push_back(old.is_none(t) ? zeros(count, group.type.bytes) : old.checked(t, group.type));
             if (group.bases.back().count != count) throw std::invalid_argument("base and new differ in size");
         }
         native.push_back(std::move(group));
@@ -145,16 +189,16 @@ public:
         std::vector<ResolveGroup> native;
         for (const auto& [type, bases, counts, seeds, payload, write] : groups) {
             ResolveGroup group{element_type(type), {}, {seeds.data(), seeds.data() + seeds.size()}, {}, {}, !payload.is_none(), old};
-            const auto items = items_of(bases);
-            for (const size_t length : {items.size(), counts.size(), write.size()}) check_length(length, seeds.size());
+            const Tensors tensors(bases);
+            for (const size_t length : {tensors.size(), counts.size(), write.size()}) check_length(length, seeds.size());
             if (old && (seeds.size() != 1 || group.type.width == 4)) throw std::invalid_argument("an old payload has one tensor");
             held_.append(bases);
             group.bases.reserve(seeds.size());
             group.write.reserve(seeds.size());
             for (size_t t = 0; t < seeds.size(); ++t) {
-                const bool added = items[t] == Py_None;
+                const bool added = tensors.is_none(t);
                 if (counts(t) < 0) throw std::invalid_argument("a number of elements is negative");
-                group.bases.push_back(added ? zeros(uint64_t(counts(t)), group.type.bytes) : checked_view(items[t], group.type));
+                group.bases.push_back(added ? zeros(uint64_t(counts(t)), group.type.bytes) : tensors.checked(t, group.type));
                 group.write.push_back(write(t) && !added);
             }
             if (!payload.is_none()) {
@@ -270,9 +314,10 @@ void py_write_elements(const nb::object& array, const Column<int64_t>& indices, 
 // Returns four lanes for each array, one after the other.
 nb::object py_digest(const nb::object& arrays, const Column<uint64_t>& seeds, unsigned threads, const std::string& isa) {
     std::vector<DigestJob> jobs;
-    const auto items = items_of(arrays);
-    check_length(items.size(), seeds.size());
-    for (size_t t = 0; t < items.size(); ++t) jobs.push_back({view_of(items[t]), seeds(t)});
+    const Tensors tensors(arrays);
+    check_length(tensors.size(), seeds.size());
+    jobs.reserve(seeds.size());
+    for (size_t t = 0; t < seeds.size(); ++t) jobs.push_back({tensors.at(t), seeds(t)});
     const Kernels& kernels = kernels_named(isa);
     std::vector<uint32_t> out;
     {
@@ -299,36 +344,84 @@ nb::tuple py_memory_of(const nb::object& arrays) {
     return nb::make_tuple(own(std::move(addresses)), own(std::move(flags)));
 }
 
-// Tells for each contiguous array whether an element reaches the limit under the mask. A mask leaves out the sign, so it is not negative.
-nb::object py_reaching(const nb::object& arrays, const Column<uint64_t>& masks, const Column<uint64_t>& limits, unsigned threads) {
-    const auto items = items_of(arrays);
-    check_length(masks.size(), items.size());
-    check_length(limits.size(), items.size());
+std::vector<View> contiguous_views(const nb::object& given) {
+    const Tensors tensors(given);
     std::vector<View> views;
-    views.reserve(items.size());
-    for (PyObject* item : items) {
-        views.push_back(view_of(item));
+    views.reserve(tensors.size());
+    for (size_t t = 0; t < tensors.size(); ++t) {
+        views.push_back(tensors.at(t));
         if (views.back().layout) throw std::invalid_argument("an array is not contiguous");
     }
-    std::vector<uint8_t> found(items.size());
+    return views;
+}
+
+// Calls `work` for each tensor, on several threads. Small tensors share a unit of work.
+template <class Work>
+void for_each_tensor(const std::vector<View>& views, unsigned threads, const Work& work) {
+    constexpr uint64_t unit_bytes = uint64_t(1) << 22;
+    std::vector<size_t> starts;
+    uint64_t held = unit_bytes;
+    for (size_t t = 0; t < views.size(); ++t) {
+        if (held >= unit_bytes) starts.push_back(t), held = 0;
+        held += views[t].count * views[t].bytes;
+    }
+    starts.push_back(views.size());
+    struct Nothing {};
+    std::vector<Nothing> workers(std::max(1u, threads));
+    parallel_for(starts.size() - 1, workers, [&](Nothing&, size_t u) {
+        for (size_t t = starts[u]; t < starts[u + 1]; ++t) work(t);
+    });
+}
+
+// Tells for each contiguous array whether an element reaches the limit under the mask. A mask leaves out the sign, so it is not negative.
+nb::object py_reaching(const nb::object& arrays, const Column<uint64_t>& masks, const Column<uint64_t>& limits, unsigned threads) {
+    const std::vector<View> views = contiguous_views(arrays);
+    check_length(masks.size(), views.size());
+    check_length(limits.size(), views.size());
+    std::vector<uint8_t> found(views.size());
     {
         nb::gil_scoped_release release;
-        constexpr uint64_t unit_bytes = uint64_t(1) << 22;  // small tensors share a unit
-        std::vector<size_t> starts;
-        uint64_t held = unit_bytes;
-        for (size_t t = 0; t < views.size(); ++t) {
-            if (held >= unit_bytes) starts.push_back(t), held = 0;
-            held += views[t].count * views[t].bytes;
-        }
-        starts.push_back(views.size());
-        struct Nothing {};
-        std::vector<Nothing> workers(std::max(1u, threads));
-        parallel_for(starts.size() - 1, workers, [&](Nothing&, size_t u) {
-            for (size_t t = starts[u]; t < starts[u + 1]; ++t)
-                found[t] = reaches(views[t].data, views[t].count, views[t].bytes, masks(t), limits(t));
-        });
+        for_each_tensor(views, threads, [&](size_t t) { found[t] = reaches(views[t].data, views[t].count, views[t].bytes, masks(t), limits(t)); });
     }
     return own(std::move(found));
+}
+
+// Copies contiguous tensors to others of the same sizes.
+void py_copy(const nb::object& from, const nb::object& to, unsigned threads) {
+    const std::vector<View> sources = contiguous_views(from), targets = contiguous_views(to);
+    check_length(targets.size(), sources.size());
+    for (size_t t = 0; t < sources.size(); ++t)
+        if (sources[t].count != targets[t].count || sources[t].bytes != targets[t].bytes) throw std::invalid_argument("tensors differ in size");
+    nb::gil_scoped_release release;
+    for_each_tensor(sources, threads, [&](size_t t) {
+        if (sources[t].count) std::memmove(targets[t].data, sources[t].data, sources[t].count * sources[t].bytes);
+    });
+}
+
+// Returns buffers one after the other as bytes. Threads copy them, because the first write to each page of new memory is slow.
+nb::object py_join(const std::vector<Bytes>& pieces, unsigned threads) {
+    size_t size = 0;
+    for (const Bytes& piece : pieces) size += piece.size();
+    nb::object joined = nb::steal(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(size)));
+    if (!joined.is_valid()) throw nb::python_error();
+    auto* to = reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(joined.ptr()));
+    constexpr size_t unit = size_t(1) << 20;
+    struct Copy {
+        uint8_t* to;
+        const uint8_t* from;
+        size_t bytes;
+    };
+    std::vector<Copy> copies;
+    for (const Bytes& piece : pieces)
+        for (size_t at = 0; at < piece.size(); at += unit) {
+            copies.push_back({to, piece.data() + at, std::min(unit, piece.size() - at)});
+            to += copies.back().bytes;
+        }
+    nb::gil_scoped_release release;
+    struct Nothing {};
+    std::vector<Nothing> workers(std::max(1u, threads));
+    parallel_for(copies.size(), workers, [&](Nothing&, size_t c) { std::memcpy(copies[c].to, copies[c].from, copies[c].bytes); });
+    return joined;
 }
 
 // Returns four numbers for each chunk (mode, size, changed elements, bytes), and how the values of the payload are coded.
@@ -369,10 +462,15 @@ NB_MODULE(_native, m) {
         for (const Kernels* k : available_kernels()) names.emplace_back(k->name);
         return names;
     });
+    nb::class_<Addresses>(m, "Addresses")
+        .def(nb::init<const Column<uint64_t>&, const Column<int64_t>&, const Column<uint8_t>&, nb::object>(), "addresses"_a, "counts"_a, "itemsizes"_a,
+             "owner"_a);
     m.def("encode_groups", &py_encode_groups, "groups"_a, "threads"_a, "isa"_a);
     m.def("digest", &py_digest, "arrays"_a, "seeds"_a, "threads"_a, "isa"_a);
     m.def("memory_of", &py_memory_of, "arrays"_a);
     m.def("reaching", &py_reaching, "arrays"_a, "masks"_a, "limits"_a, "threads"_a);
+    m.def("copy", &py_copy, "source"_a, "target"_a, "threads"_a);
+    m.def("join", &py_join, "pieces"_a, "threads"_a);
     m.def("write_elements", &py_write_elements, "array"_a, "indices"_a, "values"_a);
     m.def("inspect", &py_inspect, "payload"_a, "type"_a, "old"_a);
     m.def("bytes_done", [] { return bytes_done.load(std::memory_order_relaxed); });

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from deltawire import Digest
 from deltawire.codec.base import Lanes
+from deltawire.codec.bits import HostBits
 from deltawire.codec.reference.digest import word_sums
-from deltawire.codec.reference.encoder import encode_tensor
+from deltawire.codec.reference.encoder import choose_top, encode_coded
+from deltawire.codec.reference.payload import BLOCK, CODED, RAW, SAME, TILE
 from deltawire.dtypes import DType, dtype_named
 from deltawire.format import safetensors_header
 from deltawire.format.delta_file import Parts, Structure
@@ -73,6 +77,38 @@ def encode_payload(base: Any, new: Any, dtype: DType, seed: int) -> Encoded:
     changed = int(np.count_nonzero(old != now))
     payload = encode_tensor(old, now, dtype) if changed or base is None else []
     return Encoded(payload, changed, word_sums(old, seed), word_sums(now, seed))
+
+
+def _chunks(changes: NDArray[np.bool_]) -> Iterator[slice]:
+    """Yield the chunks of a block."""
+    start = pending = 0
+    for tile in range(0, changes.size, TILE):
+        end = min(tile + TILE, changes.size)
+        pending += int(np.count_nonzero(changes[tile:end]))
+        if pending >= TILE or end == changes.size:
+            yield slice(start, end)
+            start, pending = end, 0
+
+
+def _encode_chunk(base: HostBits, new: HostBits, dtype: DType, top: int) -> bytes:
+    """Return the header and the body of one chunk."""
+    if np.array_equal(base, new):
+        mode, body = SAME, b""
+    else:
+        mode, body = CODED, encode_coded(base, new, dtype, top)
+        if len(body) >= new.nbytes:
+            mode, body = RAW, new.astype(new.dtype.newbyteorder("<")).tobytes()
+    return struct.pack("<II", new.size | mode << 30, len(body)) + body
+
+
+def encode_tensor(base: HostBits, new: HostBits, dtype: DType) -> list[bytes]:
+    """Return the pieces of a payload: the element type, then the chunks."""
+    pieces = [bytes([dtype.code])]
+    for start in range(0, new.size, BLOCK):
+        b, n = base[start : start + BLOCK], new[start : start + BLOCK]
+        top = choose_top(b, dtype)
+        pieces += [_encode_chunk(b[chunk], n[chunk], dtype, top) for chunk in _chunks(b != n)]
+    return pieces
 
 
 def _sums(tensor: Any) -> Any:

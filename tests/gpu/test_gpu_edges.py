@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from emulator.build import compiler
+from old_deltas import encode_tensor
 
 import deltawire
 from deltawire.codec import using_codec
@@ -17,7 +18,6 @@ from deltawire.codec.base import EncodeGroup, ResolveJob
 from deltawire.codec.bits import DeviceBits, MasterWeightBits
 from deltawire.codec.reference import groups as reference_groups
 from deltawire.codec.reference.codec import ReferenceCodec
-from deltawire.codec.reference.encoder import encode_tensor
 from deltawire.delta.prepared import PreparedUpdate
 from deltawire.dtypes import PAYLOAD_TYPES, dtype_named
 from deltawire.errors import CorruptDelta, UnsupportedTensor
@@ -158,8 +158,10 @@ def test_tensors_that_need_copies_are_copied_a_few_at_a_time(monkeypatch):
 
     monkeypatch.setattr(kernel_addresses, "flat_on", counted)
     arrays = [bits(1000, seed) for seed in range(9)]
-    sums = GpuCodec(DEVICE).digest([(strided(array) if seed % 3 == 0 else on_gpu(array), seed) for seed, array in enumerate(arrays)], 1)
-    assert sums.tolist() == ReferenceCodec().digest([(array, seed) for seed, array in enumerate(arrays)], 1).tolist()
+    seeds = np.arange(len(arrays), dtype=np.uint64)
+    places = [strided(array) if number % 3 == 0 else on_gpu(array) for number, array in enumerate(arrays)]
+    sums = GpuCodec(DEVICE).digest(places, seeds, 1)
+    assert sums.tolist() == ReferenceCodec().digest(arrays, seeds, 1).tolist()
     assert len(alive) == 3
 
 
@@ -229,10 +231,11 @@ def test_the_digest_rounds_master_weights_one_tensor_at_a_time(monkeypatch):
 
     words = [np.random.default_rng(seed).standard_normal(700, np.float32) for seed in range(4)]
     halves = [torch.from_numpy(word).bfloat16().view(torch.int16) for word in words]
-    expected = GpuCodec(DEVICE).digest([(DeviceBits(half), 5) for half in halves], 1).tolist()
+    seeds = np.full(5, 5, np.uint64)
+    expected = GpuCodec(DEVICE).digest([DeviceBits(half) for half in halves], seeds[:4], 1).tolist()
     monkeypatch.setattr(MasterWeightBits, "rounded", counted)
-    masters = [(MasterWeightBits(torch.from_numpy(word.view(np.int32))), 5) for word in words]
-    assert GpuCodec(DEVICE).digest([*masters, (on_gpu(bits(9)), 5)], 1)[:-1].tolist() == expected
+    masters = [MasterWeightBits(torch.from_numpy(word.view(np.int32))) for word in words]
+    assert GpuCodec(DEVICE).digest([*masters, on_gpu(bits(9))], seeds, 1)[:-1].tolist() == expected
     assert len(live) == len(words)
 
 

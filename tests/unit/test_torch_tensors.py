@@ -20,6 +20,7 @@ from deltawire.codec.bits import DeviceBits, on_gpu
 from deltawire.dtypes import PAYLOAD_TYPES
 from deltawire.errors import StateNotWritable, UnsupportedDtype, UnsupportedTensor
 from deltawire.tensors.bits import tensor_bits
+from deltawire.tensors.columns import Columns
 from deltawire.tensors.gpu_handover import GpuHandover
 from deltawire.tensors.torch_types import TORCH_NAMES
 
@@ -295,7 +296,7 @@ def test_codecs_of_the_host_refuse_bits_on_a_gpu(codec):
     assert not on_gpu(None)
     with using_codec(codec) as host:
         for use in (
-            lambda: host.digest([(bits, 1)], 1),
+            lambda: host.digest([bits], np.ones(1, np.uint64), 1),
             lambda: host.encode_groups([EncodeGroup(PAYLOAD_TYPES[9], [array], [bits], np.ones(1, np.uint64))], 1),
             lambda: host.write_elements(bits, np.zeros(1, np.int64), array[:1]),
         ):
@@ -309,3 +310,43 @@ def test_only_two_functions_ask_whether_something_is_on_a_gpu():
     allowed = {source / "codec" / "bits.py", source / "tensors" / "torch_types.py"}
     question = re.compile(r"is_cuda|isinstance\([^()]*, DeviceBits\)")
     assert [path for path in source.rglob("*.py") if path not in allowed and question.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_columns_of_torch_tensors_give_the_bytes_of_tensors_one_by_one(monkeypatch):
+    """Tensors in host memory are read in columns, also if some are strided, tied, empty or parameters."""
+
+    def state(seed):
+        made = {f"w{number}": random_tensor(name, (3, 5), seed + number) for number, name in enumerate(KNOWN)}
+        made["strided"] = random_tensor("bfloat16", (6, 8), seed)[::2, 1:]
+        made["empty"] = torch.zeros(0, 4)
+        made["parameter"] = torch.nn.Parameter(random_tensor("float32", (7,), seed))
+        return made | {"tied": made["w0"], "head": made["parameter"]}
+
+    base, new = state(1), state(100)
+    found = Columns.of(base)
+    assert found is not None
+    assert not found.is_on_gpu
+    quick = deltawire.encode_delta(base, new), deltawire.state_digest(base)
+    with monkeypatch.context() as patch:
+        patch.setattr(Columns, "of", classmethod(lambda cls, state: None))
+        assert quick == (deltawire.encode_delta(base, new), deltawire.state_digest(base))
+    deltawire.apply_delta(base, quick[0])
+    assert bits_of(base) == bits_of(new)
+
+
+def test_tensors_that_are_not_plain_memory_are_not_read_in_columns():
+    complex_ = torch.randn(3, dtype=torch.complex64)
+    others = [
+        torch.ones(2, device="meta"),
+        torch.eye(3).to_sparse(),
+        complex_,
+        complex_.conj().imag,
+        torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        others.append(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    for tensor in [*others, freed]:
+        assert Columns.of({"a": torch.ones(2), "w": tensor}) is None

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CodecUnavailable
-from .base import Codec
-from .bits import Bits, in_host_memory
+from .base import Buffer, Codec
+from .bits import Bits, BitsColumn, in_host_memory
+
+_WORTH_THREADS = 8 << 20
+"""Bytes from which on several threads copy faster than one."""
 
 
 def codec_named(name: str) -> Codec:
@@ -60,22 +64,46 @@ def using_codec(name: str) -> Iterator[Codec]:
         _chosen.remove(codec)
 
 
-def memory_of(arrays: list[Bits]) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
-    """Return the address of each array in host memory, and flags: 1 if it is contiguous, 2 if it is writable."""
+def memory_of(arrays: list[NDArray[Any]]) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
+    """Return the address of each array, of any type, and flags: 1 if it is contiguous, 2 if it is writable."""
     try:
         from .._native import memory_of as native
     except ImportError:
-        host = [in_host_memory(array) for array in arrays]
-        flags = [array.flags.c_contiguous + 2 * array.flags.writeable for array in host]
-        return np.array([array.ctypes.data for array in host], np.uint64), np.array(flags, np.uint8)
+        flags = [array.flags.c_contiguous + 2 * array.flags.writeable for array in arrays]
+        return np.array([array.ctypes.data for array in arrays], np.uint64), np.array(flags, np.uint8)
     return native(arrays)
 
 
-def reaching(arrays: list[Bits], masks: NDArray[np.uint64], limits: NDArray[np.uint64], threads: int) -> NDArray[np.bool_]:
+def reaching(arrays: Sequence[Bits], masks: NDArray[np.uint64], limits: NDArray[np.uint64], threads: int) -> NDArray[np.bool_]:
     """Tell for each contiguous array in host memory whether one of its elements is at least the limit, after it was masked."""
     try:
         from .._native import reaching as native
     except ImportError:
         columns = zip(arrays, masks.tolist(), limits.tolist(), strict=True)
         return np.array([bool((in_host_memory(array) & mask >= limit).any()) for array, mask, limit in columns], np.bool_)
-    return native(arrays, masks, limits, threads).astype(np.bool_)
+    from .native import native_tensors
+
+    return native(native_tensors(arrays), masks, limits, threads).astype(np.bool_)
+
+
+def copy_elements(source: BitsColumn, target: BitsColumn, threads: int) -> None:
+    """Copy tensors in host memory to others of the same sizes. Read-only targets must be refused by the caller."""
+    if source.are_plain and target.are_plain:
+        with contextlib.suppress(ImportError):
+            from .._native import copy
+            from .native import native_tensors
+
+            copy(native_tensors(source), native_tensors(target), threads)
+            return
+    for bits, to in zip(source, target, strict=True):
+        np.copyto(in_host_memory(to), in_host_memory(bits))
+
+
+def join_pieces(pieces: Sequence[Buffer], threads: int) -> bytes:
+    """Return buffers one after the other. Several threads copy large ones, because the first write to new memory is slow."""
+    if threads > 1 and sum(map(len, pieces)) >= _WORTH_THREADS:
+        with contextlib.suppress(ImportError):
+            from .._native import join
+
+            return join([np.frombuffer(piece, np.uint8) for piece in pieces], threads)
+    return b"".join(pieces)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,61 +20,7 @@ Lanes: TypeAlias = tuple[int, int, int, int]
 Sums: TypeAlias = NDArray[np.uint32]
 """Word sums of tensors (their digests without the tags): one row of four lanes for each tensor."""
 
-# Models have ten thousand tensors and more. Each has a job, which is not frozen because a frozen one takes three times as long to make.
-# Codecs return their results in columns instead of one object per tensor.
-
-
-@dataclass(slots=True)
-class EncodeJob:
-    """One tensor to encode. `base` is None for a tensor that is added; it is coded against zeros."""
-
-    base: Bits | None
-    new: Bits
-    dtype: DType
-    seed: int
-
-
-class Encoded(NamedTuple):
-    """One tensor of `Encodings`: its payload in pieces (none if nothing changes), and the word sums before and after."""
-
-    payload: Sequence[Buffer]
-    changed: int
-    before: Lanes
-    after: Lanes
-
-
-@dataclass(frozen=True, slots=True)
-class Encodings:
-    """The result of encoding several tensors. `before` is all zeros if a job had no base.
-
-    `pieces` are all payloads one after the other, in the order of the tensors. `sizes` are the lengths of the payloads, 0 for a tensor
-    that does not change. A piece may end within a payload.
-    """
-
-    pieces: Sequence[Buffer]
-    sizes: NDArray[np.int64]
-    changed: NDArray[np.int64]
-    before: Sums
-    after: Sums
-
-    @classmethod
-    def of(cls, tensors: Sequence[Encoded]) -> Encodings:
-        sizes = [sum(map(len, tensor.payload)) for tensor in tensors]
-        before, after = sums([tensor.before for tensor in tensors]), sums([tensor.after for tensor in tensors])
-        changed = np.array([tensor.changed for tensor in tensors], np.int64)
-        return cls([piece for tensor in tensors for piece in tensor.payload], np.array(sizes, np.int64), changed, before, after)
-
-    def __iter__(self) -> Iterator[Encoded]:
-        pieces, rest = (memoryview(piece) for piece in self.pieces), memoryview(b"")
-        for size, changed, before, after in zip(
-            *(column.tolist() for column in (self.sizes, self.changed, self.before, self.after)), strict=True
-        ):
-            payload = []
-            while size:
-                rest = rest or next(pieces)
-                payload.append(rest[:size])
-                size, rest = size - len(payload[-1]), rest[size:]
-            yield Encoded(payload, changed, tuple(before), tuple(after))
+# Models have ten thousand tensors and more. So codecs take and return columns instead of one object per tensor.
 
 
 @dataclass(slots=True)
@@ -108,7 +54,7 @@ class EncodeGroup:
     """Tensors of one payload type to encode together, in columns (docs/format.md §3).
 
     `bases` and `news` are the bits of whole elements, also where the payload type is packed. A base is None for a tensor that is added; it
-    is coded against zeros.
+    is coded against zeros. Codecs read a `BitsColumn` by its addresses and sizes, and look at the items of any other sequence one by one.
     """
 
     type: PayloadType
@@ -233,14 +179,10 @@ class Codec(Protocol):
         """Return an empty resolution that keeps all changes and writes nothing before `exchange`. It uses neither `settle` nor `revert`."""
         ...
 
-    def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> Sums:
-        """Return the word sums of (bits, seed) pairs."""
+    def digest(self, tensors: Sequence[Bits], seeds: NDArray[np.uint64], threads: int) -> Sums:
+        """Return the word sums of tensors."""
         ...
 
     def write_elements(self, bits: Bits, indices: Indices, values: Bits) -> None:
         """Set `bits.flat[indices] = values`. Raise `IndexError`, before anything is written, if an index is outside the array."""
         ...
-
-
-GroupCodec: TypeAlias = Codec
-GroupResolution: TypeAlias = Resolution

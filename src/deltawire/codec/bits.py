@@ -6,7 +6,8 @@ This module does not import torch: `DeviceBits` can only be made from a CUDA ten
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -175,6 +176,97 @@ class QuantisedBits(DeviceBits):
         raise TypeError("weights that are quantised as they are read cannot be used as a tensor")
 
     flat = elements
+
+
+class BitsColumn(Sequence["Bits"]):
+    """The bits of many tensors of one device, of which codecs read only addresses and sizes. Bits of a single tensor are made on request.
+
+    Parameters
+    ----------
+    tensors
+        The tensors, which are kept alive.
+    make
+        Returns the bits of one of them.
+    addresses
+        Where each tensor begins.
+    sizes
+        The number of elements of each tensor.
+    itemsizes
+        The bytes of an element of each tensor.
+    are_contiguous
+        Whether each tensor is contiguous.
+    device
+        The GPU that holds the tensors; None if they are in host memory.
+    """
+
+    __slots__ = ("_make", "_tensors", "addresses", "are_contiguous", "device", "itemsizes", "sizes")
+
+    def __init__(
+        self,
+        tensors: Sequence[Any],
+        make: Callable[[Any], Bits],
+        addresses: NDArray[np.uint64],
+        sizes: NDArray[np.int64],
+        itemsizes: NDArray[np.uint8],
+        are_contiguous: NDArray[np.bool_],
+        device: torch.device | None = None,
+    ) -> None:
+        self._tensors, self._make = tensors, make
+        self.addresses, self.sizes, self.itemsizes, self.are_contiguous = addresses, sizes, itemsizes, are_contiguous
+        self.device = device
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    @overload
+    def __getitem__(self, number: int) -> Bits: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Bits]: ...
+    def __getitem__(self, number: int | slice) -> Bits | list[Bits]:
+        if isinstance(number, slice):
+            return [self._make(tensor) for tensor in self._tensors[number]]
+        return self._make(self._tensors[number])
+
+    def take(self, numbers: NDArray[np.int64]) -> BitsColumn:
+        """Return some of the tensors as a column of their own."""
+        if len(numbers) == len(self):
+            return self
+        tensors = [self._tensors[number] for number in numbers.tolist()]
+        return self._new(tensors, numbers)
+
+    def part(self, some: slice) -> BitsColumn:
+        """Return tensors that follow each other as a column of their own."""
+        return self._new(self._tensors[some], some)
+
+    def followed_by(self, others: Sequence[BitsColumn]) -> BitsColumn:
+        """Return these tensors and those of other columns of the same device."""
+        if not others:
+            return self
+        each = (self, *others)
+        return BitsColumn(
+            [tensor for column in each for tensor in column._tensors],
+            self._make,
+            np.concatenate([column.addresses for column in each]),
+            np.concatenate([column.sizes for column in each]),
+            np.concatenate([column.itemsizes for column in each]),
+            np.concatenate([column.are_contiguous for column in each]),
+            self.device,
+        )
+
+    def _new(self, tensors: Sequence[Any], which: Any) -> BitsColumn:
+        columns = self.addresses[which], self.sizes[which], self.itemsizes[which], self.are_contiguous[which]
+        return BitsColumn(tensors, self._make, *columns, self.device)
+
+    @property
+    def are_each_plain(self) -> NDArray[np.bool_]:
+        """Whether each tensor is contiguous with aligned elements, or has no elements."""
+        plain: NDArray[np.bool_] = self.are_contiguous & (self.addresses % self.itemsizes == 0) | (self.sizes == 0)
+        return plain
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether every tensor is contiguous with aligned elements, or has no elements."""
+        return bool(self.are_each_plain.all())
 
 
 Bits: TypeAlias = "HostBits | DeviceBits"

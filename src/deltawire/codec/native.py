@@ -22,7 +22,7 @@ from .base import (
     Sums,
     sums,
 )
-from .bits import Bits, HostBits, Indices, in_host_memory
+from .bits import Bits, BitsColumn, HostBits, Indices, in_host_memory
 
 _TYPES = [(kind.code, kind.dtype.itemsize, kind.width, kind.exponent_shift, kind.exponent_bits) for kind in PAYLOAD_TYPES]
 
@@ -50,7 +50,7 @@ class NativeCodec:
         self.name = isa or sets[0]
 
     def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
-        native = [(_TYPES[group.type.code], _listed(group.bases), _listed(group.news), group.seeds) for group in groups]
+        native = [(_TYPES[group.type.code], native_tensors(group.bases), native_tensors(group.news), group.seeds) for group in groups]
         found = _native.encode_groups(native, threads, self.name)
         return [EncodedGroup([block.data for block in blocks], changed, before, after) for blocks, changed, before, after in found]
 
@@ -60,9 +60,8 @@ class NativeCodec:
     def deferred_resolution(self, threads: int) -> NativeResolution:
         return NativeResolution(self.name, threads, 0, True)
 
-    def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> Sums:
-        bits, seeds = [bits for bits, _ in arrays], np.array([seed for _, seed in arrays], np.uint64)
-        return _native.digest(bits, seeds, threads, self.name).reshape(-1, 4)
+    def digest(self, tensors: Sequence[Bits], seeds: NDArray[np.uint64], threads: int) -> Sums:
+        return _native.digest(native_tensors(tensors), seeds, threads, self.name).reshape(-1, 4)
 
     def write_elements(self, bits: Bits, indices: Indices, values: Bits) -> None:
         flat = np.ascontiguousarray(in_host_memory(values)).view(np.uint8)
@@ -97,7 +96,7 @@ class NativeResolution:
         for group in groups:
             payload = None if group.payload is None else whole[slice(*group.payload)]
             writes = np.full(len(group.bases), group.writes) if isinstance(group.writes, bool) else np.array(group.writes, np.bool_)
-            native.append((_TYPES[group.type.code], _listed(group.bases), group.counts, group.seeds, payload, writes))
+            native.append((_TYPES[group.type.code], native_tensors(group.bases), group.counts, group.seeds, payload, writes))
         found = self._add(native, False)
         for group in groups:
             self._note(np.full(len(group.bases), group.type.dtype.code, np.uint8), group.counts)
@@ -194,8 +193,13 @@ def _inspect(payload: Buffer, kind: PayloadType, old: bool) -> Facts:
 _T = TypeVar("_T")
 
 
-def _listed(column: Sequence[_T]) -> list[_T] | tuple[_T, ...]:
-    return column if isinstance(column, list | tuple) else list(column)
+def native_tensors(column: Sequence[_T]) -> list[_T] | tuple[_T, ...] | _native.Addresses:
+    """Return tensors as functions in C++ take them: by their addresses if they are in a column, and contiguous; else one by one."""
+    if isinstance(column, list | tuple):
+        return column
+    if isinstance(column, BitsColumn) and column.device is None and column.are_plain and hasattr(_native, "Addresses"):
+        return _native.Addresses(column.addresses, column.sizes, column.itemsizes, column)
+    return list(column)
 
 
 def _bytes(payload: Buffer) -> NDArray[np.uint8]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ..codec import join_pieces
 from ..codec.base import Buffer, Codec, EncodedGroup, EncodeGroup
 from ..dtypes import PAYLOAD_TYPES, PayloadType, payload_type
 from ..errors import UnsupportedTensor
@@ -71,7 +72,7 @@ def encode_with_summary(
     """Like `encode_delta`, and also return what the pass over both states found: their digests, and how much changed."""
     pieces: list[Buffer] = []
     header, summary = _encode(base, new, thread_count(threads), pieces.append, None, Casting(dtype))
-    return b"".join([header, *pieces]), summary
+    return join_pieces([header, *pieces], thread_count(threads)), summary
 
 
 def encode_many(states: Sequence[tuple[State, State]], *, threads: int | None = None) -> list[tuple[bytes, DeltaSummary]]:
@@ -96,12 +97,12 @@ def encode_many(states: Sequence[tuple[State, State]], *, threads: int | None = 
         encoded = work.codec.encode_groups(groups, count) if found is None else list(itertools.islice(found, len(groups)))
         pieces: list[Buffer] = []
         header, summary = _write(work, encoded, count, pieces.append)
-        made.append((b"".join([header, *pieces]), summary))
+        made.append((join_pieces([header, *pieces], count), summary))
     return made
 
 
 def write_delta(base: State, new: State, path: Path, *, threads: int | None = None, progress: Progress | None = None) -> DeltaSummary:
-    """Like `encode_delta`, but write a file, which appears complete or not at all. Memory does not grow with the states."""
+    """Like `encode_delta`, but write a file, which appears complete or not at all. The call holds the delta in memory once."""
     staged = StagedOutput(path, directory=False, replace=True)
     try:
         pieces: list[Buffer] = []
@@ -178,23 +179,37 @@ def _write(work: _Work, found: Sequence[EncodedGroup], threads: int, write: Call
 
 def _work_on(base: State, new: State, casting: Casting | None, threads: int) -> _Work:
     is_cast = casting is not None and casting.is_given
-    return (None if is_cast else _work_on_columns(base, new)) or _work_on_pairs(base, new, casting if is_cast else None, threads)
+    return (None if is_cast else _work_on_columns(base, new, threads)) or _work_on_pairs(base, new, casting if is_cast else None, threads)
 
 
-def _work_on_columns(base: State, new: State) -> _Work | None:
-    """Return the work on two states of the same plain tensors, none of which share memory; None for all others."""
+def _work_on_columns(base: State, new: State, threads: int) -> _Work | None:
+    """Return the work on two states of the same plain tensors; None for all others."""
     old, now = Columns.of(base), Columns.of(new)
-    if old is None or now is None or not now.layout.is_like(old.layout) or not now.have_addresses_of_their_own:
+    if old is None or now is None or not now.layout.is_like(old.layout):
         return None
     layout = now.layout
-    groups = [
-        (grouped.group_id(kind.code), EncodeGroup(kind, old.take(members), now.take(members), layout.keys.seeds[members]))
-        for kind, members in layout.groups
-    ]
-    start = grouped.start_of_body(len(now), Structure(), None, (), {})
-    elements = sum(kind.per_element * int(layout.sizes[members].sum()) for kind, members in layout.groups)
-    tag = layout.keys.tag()
-    return _Work(codec_for([*now[:1], *old[:1]]), groups, start, tag, tag, int(layout.nbytes.sum()), elements)
+    sharing = now.sharing_addresses.tolist()
+    aliases = _aliases(_Pairs([now[number] for number in sharing], [old[number] for number in sharing])) if sharing else {}
+    codec = codec_for([*now[:1], *old[:1]])
+    before = after = layout.keys.tag()
+    members = layout.groups
+    groups: list[tuple[int, PayloadType, NDArray[np.int64]]] = []
+    if aliases:
+        number_of = {layout.names[number]: number for number in sharing}
+        tied = np.array([number_of[name] for name in aliases], np.int64)
+        before += Digest.sum(codec.digest(old.take(tied), layout.keys.seeds[tied], threads))
+        after += Digest.sum(codec.digest(now.take(tied), layout.keys.seeds[tied], threads))
+        targets = [number_of[name] for name in sorted(set(aliases.values()))]
+        apart = np.union1d(tied, targets)
+        members = [(kind, rest) for kind, numbers in members if (rest := np.setdiff1d(numbers, apart)).size]
+        for index, number in enumerate(targets, 1):
+            kind = payload_type(layout.names[number], layout.dtypes[number])
+            groups.append((grouped.group_id(kind.code, index), kind, np.array([number], np.int64)))
+    groups = [*((grouped.group_id(kind.code), kind, numbers) for kind, numbers in members), *groups]
+    jobs = [(group, EncodeGroup(kind, old.take(numbers), now.take(numbers), layout.keys.seeds[numbers])) for group, kind, numbers in groups]
+    start = grouped.start_of_body(len(now), Structure(aliases=aliases), None, (), {})
+    elements = sum(kind.per_element * int(layout.sizes[numbers].sum()) for kind, numbers in layout.groups)
+    return _Work(codec, jobs, start, before, after, int(layout.nbytes.sum()), elements)
 
 
 def _work_on_pairs(base: State, new: State, casting: Casting | None, threads: int) -> _Work:
@@ -209,9 +224,10 @@ def _work_on_pairs(base: State, new: State, casting: Casting | None, threads: in
     after = keys.tag()
     elements = 0
     for number in [number for number, tensor in enumerate(pairs.new) if tensor.name in aliases] if aliases else []:
-        seed, was, now = int(keys.seeds[number]), pairs.old[number], pairs.new[number]
-        before += Digest.sum(codec.digest([(was.bits, seed)] if was else [], threads))
-        after += Digest.sum(codec.digest([(now.bits, seed)], threads))
+        seed, was, now = keys.seeds[[number]], pairs.old[number], pairs.new[number]
+        if was is not None:
+            before += Digest.sum(codec.digest([was.bits], seed, threads))
+        after += Digest.sum(codec.digest([now.bits], seed, threads))
         elements += now.size * payload_type(now.name, now.dtype).per_element
     elements += sum(pairs.new[number].size * kind.per_element for _, kind, members in groups for number in members)
     added = {now.name: (now.dtype, now.shape) for now, old in pairs if old is None}

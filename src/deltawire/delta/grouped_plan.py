@@ -50,13 +50,14 @@ class GroupedPlan:
     def __init__(self, state: State, file: GroupedDelta) -> None:
         self.file = file
         structure = file.structure
-        check_names(state)
+        columns = Columns.of(state) if file.file_parts is None else None
+        if columns is None:
+            check_names(state)
         check_structure(state, structure, structure.aliases.values())
         self._removed = set(structure.removed)
         tensors = len(state) - len(self._removed) + len(structure.added)
         if tensors != file.tensors:
             raise BaseMismatch(f"the delta leads to a state of {file.tensors:,} tensors, but from this state it would lead to {tensors:,}.")
-        columns = Columns.of(state) if file.file_parts is None else None
         self.tensors: Sequence[TensorBits] = columns or [named_bits(name, state[name]) for name in sorted(state)]
         self._columns = columns or None
         if file.file_parts is not None:

@@ -6,7 +6,6 @@ Each warning is given once, except that other tensors and a lower step are repor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..chain.version import Version
@@ -202,7 +201,7 @@ class Advice:
 
     def after(self, version: Version, table: TensorTable) -> None:
         """Warn if deltas save little. Call it after every version."""
-        elements = sum(math.prod(shape) for shape in table.shapes)
+        elements = table.elements
         is_like_last, self._last = self._last == table, table
         changed = elements if version.kind == "anchor" else version.changed  # a delta would not have been smaller
         self._dense = self._dense + 1 if is_like_last and changed > _DENSE_SHARE * elements else 0

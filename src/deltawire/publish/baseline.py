@@ -16,12 +16,13 @@ from ..delta.resolve import apply_delta
 from ..format.digest import Digest
 from ..format.records.record_parts import CommitRef
 from ..tensors.bits import State
+from ..tensors.columns import in_columns
 from ..tensors.gpu_handover import GpuHandover, on_side_stream
 from ..tensors.state import thread_count
 from .history import History, Reverse, budget_for, versions_of
 from .shortcuts.compose import Composition, compose
 from .snapshots import Arrays, ScratchMemory, SnapshotDevice, copy_tensors, is_kept_like, new_arrays
-from .upload.segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments
+from .upload.segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments, part_of_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,6 @@ class Baseline:
     versions. It MUST NOT be encoded against then; rebuild it from the store.
     """
 
-    arrays: Arrays
     digest: Digest
     table: TensorTable
     segments: tuple[Segment, ...]
@@ -81,20 +81,31 @@ class Baseline:
         """The number of versions since the last replacement. It decides which skips are due."""
         return self._history.position
 
-    def part(self, index: int) -> Arrays:
+    @property
+    def arrays(self) -> Arrays:
+        """The tensors by name. They are never replaced one by one."""
+        return self._arrays
+
+    @arrays.setter
+    def arrays(self, arrays: Arrays) -> None:
+        self._arrays = arrays
+        self._state = in_columns(arrays)
+        """The same tensors. Their columns are made only once."""
+
+    def part(self, index: int) -> State:
         """Return the tensors of one segment. They are not copied."""
-        return {name: self.arrays[name] for name in self.table.names_of(self.segments[index])}
+        return self.part_of(self._state, index)
 
     def part_of(self, state: State, index: int) -> State:
         """Return the same tensors of another state with the same table."""
-        return {name: state[name] for name in self.table.names_of(self.segments[index])}
+        return part_of_state(state, self.table, self.segments[index])
 
     def move_by_copy(self, state: State, changed: Collection[int], at: CommitRef, digest: Digest, size: int, *, remember: bool) -> None:
         """Copy `state`, which differs in the segments `changed`. Readers fetch `size` bytes to get to it."""
         back = self._reverse(state, changed, remember)
         with self._moving(at, digest, back, size):
             for index in changed:
-                copy_tensors(self.part_of(state, index), self.arrays)
+                copy_tensors(self.part_of(state, index), self.part(index))
 
     def move_by_swap(self, arrays: Arrays, changed: Collection[int], at: CommitRef, digest: Digest, size: int, *, remember: bool) -> Arrays:
         """Replace the arrays by those of the next version, and return the old arrays, whose memory may be used again."""
@@ -120,7 +131,7 @@ class Baseline:
         scratch = ScratchMemory()
         with self._moving(at, digest, reverse, size):
             for index, delta in deltas.items():
-                part = self.part(index)
+                part = dict(self.part(index))
                 old = scratch.copy(part) if reverse is not None and index not in reverse else None
                 apply_delta(part, delta, threads=self._threads)
                 GpuHandover(part).synchronize()
@@ -140,7 +151,7 @@ class Baseline:
 
     def move_to_device(self, state: State, device: SnapshotDevice) -> None:
         """Move the arrays to the device where copies of such a state are kept. After a resume they are on the host."""
-        if not is_kept_like(self.arrays, state, device):
+        if not is_kept_like(self._state, state, device):
             arrays = self._copied_to(state, device)
             with self._lock:
                 self.arrays = arrays
@@ -264,4 +275,4 @@ class _HeldVersion:
         return self._baseline.segment_at(self._due.at.seq, index, self._scratch)
 
     def part_of(self, state: State, index: int) -> State:
-        return {name: state[name] for name in self._due.table.names_of(self._due.segments[index])}
+        return part_of_state(state, self._due.table, self._due.segments[index])

@@ -26,6 +26,7 @@ from ..quantise import Recipe
 from ..store import Store, open_store
 from ..tensors.bits import State
 from ..tensors.casting import Casting, WireDType
+from ..tensors.columns import in_columns
 from ..tensors.torch_types import is_module
 from .advice import Advice
 from .append import Appender
@@ -321,6 +322,8 @@ class Publisher:
         weights: State = self._weights_of(state) if is_module(state) else cast("State", state)
         layout, quantising = None, self._quantising
         if quantising is None:
+            if not self._casting.is_given:
+                weights = in_columns(weights)
             table = TensorTable.of(weights, self._casting)
         else:
             layout = quantising.layout_of(weights)

@@ -14,12 +14,14 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..codec.bits import Bits, DeviceBits, in_host_memory, on_gpu
+from ..codec import copy_elements
+from ..codec.bits import Bits, DeviceBits, on_gpu
 from ..dtypes import DType
 from ..tensors.bits import State, Tensor, TensorPart, tensor_bits, typed
 from ..tensors.casting import Casts
 from ..tensors.columns import Columns
 from ..tensors.gpu_handover import GpuHandover, on_side_stream
+from ..tensors.state import thread_count
 from .upload.segments import TensorTable
 
 Arrays: TypeAlias = dict[str, Tensor]
@@ -98,11 +100,10 @@ def copy_tensors(source: State, target: Mapping[str, Any], *, wait: bool = True)
 
     Without `wait`, a GPU may still be copying on return. Use a `GpuHandover` before another thread reads the copy.
     """
-    goals = {name: target[name] for name in source}
+    goals = target if len(target) == len(source) else {name: target[name] for name in source}
     given, there = Columns.of(source), Columns.of(goals)
     if given is not None and there is not None and given.layout.is_like(there.layout) and not (given.is_on_gpu or there.is_on_gpu):
-        for to, bits in zip(there.bits, given.bits, strict=True):
-            np.copyto(in_host_memory(to), in_host_memory(bits))
+        copy_elements(given.bits, there.bits, thread_count(None))
         return
     for name, tensor in source.items():
         _copy(name, tensor, target[name], wait)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..chain.version import Version
 from ..errors import Fenced
 from ..events import OnEvent, emit
+from ..tensors.columns import in_columns
 from .advice import Advice
 from .append import Appender
 from .publication import Publication
@@ -34,6 +37,8 @@ class VersionWriter:
     def write(self, publication: Publication) -> Version:
         """Append a version to the chain and return it. Raises as `Appender.append` does, and `NonFiniteWeights`."""
         try:
+            if publication.layout is None:
+                publication = replace(publication, weights=in_columns(publication.weights))
             if publication.recipe is None:  # weights that are quantised are checked by the way
                 self._advice.check_finite(publication.weights)
             version = self._appender.append(publication)

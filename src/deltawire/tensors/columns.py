@@ -1,16 +1,18 @@
 """States of many tensors in columns, so that Python does little for each tensor.
 
 Models have up to 100,000 tensors. Facts that follow from names, types and shapes are worked out once and kept (`Layout`). A state of plain
-arrays, or of plain torch tensors on a GPU, is then read in a few passes over all of them (`Columns`).
+arrays, or of plain torch tensors on one device, is then read in a few passes over all of them (`Columns`). `ColumnState` is a state whose
+columns are known, so that a series of calls reads it only once.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, overload
 
@@ -18,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..codec import memory_of
-from ..codec.bits import Bits, DeviceBits, on_gpu
+from ..codec.bits import Bits, BitsColumn, DeviceBits
 from ..dtypes import PAYLOAD_TYPES, DType, PayloadType, dtype_of_numpy, first_nonfinite, payload_type
 from ..format.digest import TensorKeys
 from . import torch_types
-from .bits import State, TensorBits, named_bits
+from .bits import State, Tensor, TensorBits, named_bits
 from .names import check_names
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ _MOST_KEPT = 1 << 19
 """Layouts are kept for this many tensors in total."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Facts about the names, types and shapes of tensors, in the order of names. Equal layouts are the same object while kept."""
 
@@ -40,8 +42,18 @@ class Layout:
     dtypes: list[DType]
     shapes: list[tuple[int, ...]]
     keys: TensorKeys
-    order: list[int] | None
-    """The place of each tensor in the state that the layout was made from; None if its names are in order."""
+    _parts: dict[tuple[int, int], Layout] = field(default_factory=dict)
+
+    def part(self, first: int, count: int) -> Layout:
+        """Return the layout of `count` tensors from number `first` on."""
+        if (first, count) == (0, len(self.names)):
+            return self
+        found = self._parts.get((first, count))
+        if found is None:
+            some = slice(first, first + count)
+            keys = TensorKeys(self.keys.tags[some], self.keys.seeds[some])
+            found = self._parts.setdefault((first, count), Layout(self.names[some], self.dtypes[some], self.shapes[some], keys))
+        return found
 
     def is_like(self, other: Layout) -> bool:
         """Tell whether both have the same names, types and shapes."""
@@ -51,11 +63,6 @@ class Layout:
     def sizes(self) -> NDArray[np.int64]:
         """The number of elements of each tensor."""
         return np.array([_size(shape) for shape in self.shapes], np.int64)
-
-    @cached_property
-    def integers(self) -> list[np.dtype[Any]]:
-        """NumPy's type of each tensor's bits."""
-        return [dtype.bits for dtype in self.dtypes]
 
     @cached_property
     def itemsizes(self) -> NDArray[np.int64]:
@@ -87,20 +94,28 @@ class Columns(Sequence[TensorBits]):
     ----------
     layout
         Names, types and shapes.
+    tensors
+        The tensors: arrays, or torch tensors.
     bits
-        The bits of the tensors.
+        Their bits.
+    are_writable
+        Whether each tensor is not read-only. One that is not contiguous may still share memory between its elements.
     """
 
-    def __init__(self, layout: Layout, bits: list[Bits]) -> None:
+    def __init__(self, layout: Layout, tensors: Sequence[Tensor], bits: BitsColumn, are_writable: NDArray[np.bool_]) -> None:
         self.layout = layout
+        self.tensors = tensors
         self.bits = bits
+        self.are_writable = are_writable
 
     @classmethod
     def of(cls, state: State) -> Columns | None:
-        """Return a state in columns; None if it is not all plain arrays, or all plain torch tensors on GPUs.
+        """Return a state in columns; None if it is not all plain arrays, or all plain torch tensors on one device.
 
         Raises `BadTensorName`, `UnsupportedTensor` or `UnsupportedDtype`, as `named_bits` does.
         """
+        if isinstance(state, ColumnState):
+            return state.columns
         values = list(state.values())
         classes = set(map(type, values))
         if classes <= {np.ndarray}:
@@ -109,10 +124,10 @@ class Columns(Sequence[TensorBits]):
         if torch is None or not hasattr(torch, "Tensor"):
             return None
         known = torch_types.torch_types(torch)
-        return _columns_of_gpu_tensors(state, values, known) if classes <= known.tensors and not known.is_hip else None
+        return _columns_of_torch(state, values, known) if classes <= known.tensors and not known.is_hip else None
 
     def __len__(self) -> int:
-        return len(self.bits)
+        return len(self.tensors)
 
     @overload
     def __getitem__(self, number: int) -> TensorBits: ...
@@ -121,39 +136,33 @@ class Columns(Sequence[TensorBits]):
     def __getitem__(self, number: int | slice) -> TensorBits | list[TensorBits]:
         if isinstance(number, slice):
             return [self[each] for each in range(*number.indices(len(self)))]
-        return TensorBits(self.layout.names[number], self.layout.dtypes[number], self.bits[number])
+        return named_bits(self.layout.names[number], self.tensors[number])
 
-    @cached_property
-    def _memory(self) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]:
-        """The address of each tensor, and flags: 1 if it is contiguous, 2 if it is writable."""
-        if self.is_on_gpu:
-            tensors: list[Any] = [bits.tensor for bits in self.bits]  # type: ignore[union-attr]
-            flags = [3 if tensor.is_contiguous() else 2 for tensor in tensors]
-            return np.array([tensor.data_ptr() for tensor in tensors], np.uint64), np.array(flags, np.uint8)
-        return memory_of(self.bits)
+    def part(self, first: int, count: int) -> Columns:
+        """Return the columns of `count` tensors from number `first` on."""
+        some = slice(first, first + count)
+        tensors = self.tensors[some]
+        return Columns(self.layout.part(first, count), tensors, self.bits.part(some), self.are_writable[some])
 
     @property
     def is_on_gpu(self) -> bool:
-        return bool(self.bits) and on_gpu(self.bits[0])
+        return self.bits.device is not None
 
     @property
     def addresses(self) -> NDArray[np.uint64]:
-        return self._memory[0]
+        return self.bits.addresses
 
     @property
     def are_contiguous(self) -> NDArray[np.bool_]:
-        return (self._memory[1] & 1).astype(np.bool_)
+        return self.bits.are_contiguous
 
-    @property
-    def are_writable(self) -> NDArray[np.bool_]:
-        """Whether each tensor is not read-only. One that is not contiguous may still share memory between its elements."""
-        return (self._memory[1] & 2).astype(np.bool_)
-
-    @property
-    def have_addresses_of_their_own(self) -> bool:
-        """Whether no two tensors begin at the same address. Tensors without elements do not count."""
-        filled = self.addresses[self.layout.sizes > 0]
-        return bool(np.unique(filled).size == filled.size)
+    @cached_property
+    def sharing_addresses(self) -> NDArray[np.int64]:
+        """The numbers of tensors that begin at the same address as another one. Tensors without elements do not count."""
+        filled = np.flatnonzero(self.layout.sizes > 0)
+        ordered = np.sort(self.addresses[filled])
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        return filled[np.isin(self.addresses[filled], twice)] if twice.size else filled[:0]
 
     @cached_property
     def are_separate(self) -> bool:
@@ -166,18 +175,76 @@ class Columns(Sequence[TensorBits]):
         ends = starts[order] + self.layout.nbytes[filled][order].astype(np.uint64)
         return bool((starts[order][1:] >= ends[:-1]).all())
 
-    def take(self, numbers: NDArray[np.int64]) -> list[Bits]:
+    def take(self, numbers: NDArray[np.int64]) -> BitsColumn:
         """Return the bits of some tensors."""
-        return self.bits if len(numbers) == len(self.bits) else [self.bits[number] for number in numbers.tolist()]
+        return self.bits.take(numbers)
 
 
-_kept: OrderedDict[object, Layout] = OrderedDict()
+class ColumnState(Mapping[str, Tensor]):
+    """A state whose columns are known. The tensors of the state must neither move nor be replaced while this is in use.
+
+    Parameters
+    ----------
+    columns
+        The columns.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+
+    @cached_property
+    def _by_name(self) -> dict[str, Tensor]:
+        return dict(zip(self.columns.layout.names, self.columns.tensors, strict=True))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns.layout.names)
+
+    def __len__(self) -> int:
+        return len(self.columns)
+
+    def part(self, first: int, count: int) -> ColumnState:
+        """Return the state of `count` tensors from number `first` on, in the order of names."""
+        return ColumnState(self.columns.part(first, count))
+
+
+def in_columns(state: State) -> State:
+    """Return the state as a `ColumnState` if it is a dict that has columns, or else as it is. Raise as `Columns.of` does.
+
+    Other mappings may make their tensors anew at each access, and all of them together may not fit into memory.
+    """
+    columns = Columns.of(state) if isinstance(state, dict) else None
+    return state if columns is None else ColumnState(columns)
+
+
+class _Key:
+    """Names, types and shapes of a state. The hash is computed only once."""
+
+    __slots__ = ("_hash", "parts")
+
+    def __init__(self, *parts: tuple[object, ...]) -> None:
+        self.parts = parts
+        self._hash = hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self.parts == other.parts
+
+
+_kept: OrderedDict[_Key, tuple[Layout, list[int] | None]] = OrderedDict()
+"""Layouts, and the place of each of their tensors in the state; None if the names of the state are in order."""
 _lock = threading.Lock()
 
 
-def _layout_of(names: tuple[str, ...], types: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], elements: Any) -> Layout:
-    """Return the layout of a state; `elements` returns our element type for one of `types`."""
-    key = (names, types, shapes)
+def _layout_of(
+    names: tuple[str, ...], types: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], elements: Any
+) -> tuple[Layout, list[int] | None]:
+    """Return the layout of a state, and the places of its tensors. `elements` returns our element type for one of `types`."""
+    key = _Key(names, types, shapes)
     with _lock:
         found = _kept.get(key)
         if found is not None:
@@ -188,47 +255,72 @@ def _layout_of(names: tuple[str, ...], types: tuple[Any, ...], shapes: tuple[tup
     ordered = [names[number] for number in order]
     dtypes = [elements(types[number]) for number in order]
     in_order = [tuple(shapes[number]) for number in order]
-    is_sorted = order == list(range(len(order)))
     keys = TensorKeys.of(zip(ordered, dtypes, in_order, strict=True))
-    layout = Layout(ordered, dtypes, in_order, keys, None if is_sorted else order)
+    layout = Layout(ordered, dtypes, in_order, keys)
     with _lock:
-        _kept[key] = layout
-        while sum(len(each.names) for each in _kept.values()) > _MOST_KEPT and len(_kept) > 1:
+        layout = next((kept for kept, _ in _kept.values() if len(kept.names) == len(names) and kept.is_like(layout)), layout)
+        found = _kept[key] = layout, None if order == list(range(len(order))) else order
+        while sum(len(each.names) for each, _ in _kept.values()) > _MOST_KEPT and len(_kept) > 1:
             _kept.popitem(last=False)
-    return layout
-
-
-def _columns_of_arrays(state: State, values: list[NDArray[Any]]) -> Columns | None:
-    types, shapes = tuple([value.dtype for value in values]), tuple([value.shape for value in values])
-    layout = _layout_of(tuple(state), types, shapes, dtype_of_numpy)
-    if layout.order is not None:
-        values = [values[number] for number in layout.order]
-    bits: list[Bits] = [value.view(integers) for value, integers in zip(values, layout.integers, strict=True)]
-    found = Columns(layout, bits)
-    for number in np.flatnonzero(~found.are_contiguous).tolist():
-        named_bits(layout.names[number], values[number])  # raises if the strides cannot be used
     return found
 
 
-def _columns_of_gpu_tensors(state: State, values: list[torch.Tensor], known: torch_types.TorchTypes) -> Columns | None:
-    if not all(torch_types.gpu_of(value) for value in values):
-        return None
+def _columns_of_arrays(state: State, values: list[NDArray[Any]]) -> Columns:
     types, shapes = tuple([value.dtype for value in values]), tuple([value.shape for value in values])
-    names = tuple(state)
-    layout = _layout_of(names, types, shapes, lambda dtype: known.elements[dtype][0]) if known.elements.keys() >= set(types) else None
-    if layout is None:
+    layout, order = _layout_of(tuple(state), types, shapes, dtype_of_numpy)
+    if order is not None:
+        values = [values[number] for number in order]
+    addresses, flags = memory_of(values)
+    contiguous = (flags & 1).astype(np.bool_)
+    for number in np.flatnonzero(~contiguous).tolist():
+        named_bits(layout.names[number], values[number])  # raises if the strides cannot be used
+    bits = BitsColumn(values, _bits_of_array, addresses, layout.sizes, layout.itemsizes.astype(np.uint8), contiguous)
+    return Columns(layout, values, bits, (flags & 2).astype(np.bool_))
+
+
+def _columns_of_torch(state: State, values: list[torch.Tensor], known: torch_types.TorchTypes) -> Columns | None:
+    """Return the columns of torch tensors; None if one of them is not plain memory, or they are on several devices."""
+    types = tuple([value.dtype for value in values])
+    if {value.device for value in values} != {values[0].device} or not known.elements.keys() >= set(types):
         return None
-    if layout.order is not None:
-        values = [values[number] for number in layout.order]
-    for number, value in enumerate(values):
-        if value.layout is not known.dense or value.is_quantized or value.is_neg() or value.is_conj() or not value.data_ptr():
-            named_bits(layout.names[number], value)  # raises unless there are no elements
-    signed = {dtype: integer for dtype, integer, _ in known.elements.values()}
-    bits: list[Bits] = [
-        DeviceBits((value.detach() if value.requires_grad else value).view(signed[dtype]))
-        for value, dtype in zip(values, layout.dtypes, strict=True)
-    ]
-    return Columns(layout, bits)
+    gpu = torch_types.gpu_of(values[0])
+    if gpu is None and not values[0].is_cpu:
+        return None
+    try:
+        if {value.layout for value in values} != {known.dense} or True in [value.is_neg() for value in values]:
+            return None
+        layout, order = _layout_of(tuple(state), types, tuple([value.shape for value in values]), lambda dtype: known.elements[dtype][0])
+        if order is not None:
+            values = [values[number] for number in order]
+        addresses = np.array([value.data_ptr() for value in values], np.uint64)
+        contiguous = np.array([value.is_contiguous() for value in values], np.bool_)
+    except RuntimeError:  # one of them is a nested tensor
+        return None
+    if ((addresses == 0) & (layout.sizes > 0)).any():
+        return None  # the memory of a tensor was freed
+    make = _bits_of_torch if gpu is None else _bits_on_gpu
+    bits = BitsColumn(values, make, addresses, layout.sizes, layout.itemsizes.astype(np.uint8), contiguous, gpu)
+    return Columns(layout, values, bits, np.ones(len(values), np.bool_))
+
+
+def _bits_of_array(array: NDArray[Any]) -> Bits:
+    return array.view(f"u{array.itemsize}")
+
+
+def _bits_of_torch(tensor: torch.Tensor) -> Bits:
+    return named_bits("", tensor).bits
+
+
+def _bits_on_gpu(tensor: torch.Tensor) -> Bits:
+    return DeviceBits((tensor.detach() if tensor.requires_grad else tensor).view(_integers(tensor.element_size())))
+
+
+@functools.cache
+def _integers(itemsize: int) -> torch.dtype:
+    import torch
+
+    found: torch.dtype = getattr(torch, f"int{8 * itemsize}")
+    return found
 
 
 def _size(shape: tuple[int, ...]) -> int:

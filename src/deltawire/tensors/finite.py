@@ -58,7 +58,7 @@ def _suspects(columns: Columns, threads: int) -> list[TensorBits]:
     """Return the tensors that have a nonfinite element, and those that are not contiguous."""
     masks, limits = columns.layout.magnitudes
     numbers = np.flatnonzero((limits > 0) & (columns.layout.sizes > 0))
-    contiguous = columns.are_contiguous[numbers]
+    contiguous = columns.bits.take(numbers).are_each_plain
     plain = numbers[contiguous]
     found = plain[reaching(columns.take(plain), masks[plain], limits[plain], threads)]
     return [columns[number] for number in sorted([*found.tolist(), *numbers[~contiguous].tolist()])]

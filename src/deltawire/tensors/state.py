@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
+
 from ..codec import default_codec
 from ..codec.base import Codec
 from ..codec.bits import on_gpu
@@ -36,7 +38,7 @@ def state_digest(state: State, *, threads: int | None = None) -> Digest:
     threads
         The number of threads to use; by default, as many as there are processors that this process may use.
     """
-    tensors = state_bits(state)
+    tensors: Sequence[TensorBits] = Columns.of(state) or state_bits(state)
     return digest_tensors(tensors, thread_count(threads), codec_for(tensors))
 
 
@@ -54,12 +56,28 @@ def codec_for(tensors: Iterable[TensorBits]) -> Codec:
 
 def digest_tensors(tensors: Sequence[TensorBits], threads: int, codec: Codec) -> Digest:
     """Return the sum of the tensors' digests."""
+    if isinstance(tensors, Columns):
+        seeds, total = tensors.layout.keys.seeds, tensors.layout.keys.tag()
+        for some in _runs(tensors, codec):
+            total += Digest.sum(codec.digest(tensors.bits.part(some), seeds[some], threads))
+        return total
     keys = keys_of(tensors)
-    seeds = keys.seeds.tolist()
     total = keys.tag()
     for numbers in batches(range(len(tensors)), lambda number: tensors[number].nbytes, codec):
-        total += Digest.sum(codec.digest([(tensors[number].bits, seeds[number]) for number in numbers], threads))
+        total += Digest.sum(codec.digest([tensors[number].bits for number in numbers], keys.seeds[numbers], threads))
     return total
+
+
+def _runs(tensors: Columns, codec: Codec) -> Iterator[slice]:
+    """Cut columns into runs of about `_BATCH_BYTES`; one run if the codec prefers that."""
+    if codec.prefers_whole_state:
+        yield slice(0, len(tensors))
+        return
+    upto, first = np.cumsum(tensors.layout.nbytes), 0
+    while first < len(tensors):
+        end = max(first + 1, int(np.searchsorted(upto, (upto[first - 1] if first else 0) + _BATCH_BYTES, "right")))
+        yield slice(first, end)
+        first = end
 
 
 _Item = TypeVar("_Item")

@@ -111,7 +111,7 @@ def check_round_trip(base, new, dtype) -> bytes:
     old = np.zeros_like(new) if base is None else base
     expected = np.flatnonzero(old.reshape(-1) != new.reshape(-1))
     assert encoded.changed == expected.size
-    assert [[*encoded.before], [*encoded.after]] == CODEC.digest([(old, SEED), (new, SEED)], 1).tolist()
+    assert [[*encoded.before], [*encoded.after]] == CODEC.digest([old, new], np.array([SEED, SEED], np.uint64), 1).tolist()
     data = joined(encoded)
     result = resolve(base, data if encoded.payload else None, dtype, new.size)
     assert result.indices.dtype == np.int64

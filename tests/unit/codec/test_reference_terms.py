@@ -57,15 +57,15 @@ def test_mix_is_splitmix64():
 def test_digest_of_bytes(size, seed, monkeypatch):
     monkeypatch.setattr(digest, "DIGEST_PIECE", 1024)
     data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
-    assert CODEC.digest([(data, seed)], 1).tolist() == [naive_digest(data.tobytes(), seed)]
+    assert CODEC.digest([data], np.array([seed], np.uint64), 1).tolist() == [naive_digest(data.tobytes(), seed)]
 
 
 @pytest.mark.parametrize("width", [8, 16, 32, 64])
 def test_digest_of_extremes_and_strides(width):
     data = np.full((7, 41), 2**width - 1, f"uint{width}")
     data[::2] = 1 << (width - 1)
-    assert CODEC.digest([(data.T, SEED)], 1).tolist() == [naive_digest(data.T.tobytes(), SEED)]
-    assert CODEC.digest([(data[0, 0], SEED)], 1).tolist() == [naive_digest(data[0, 0].tobytes(), SEED)]
+    assert CODEC.digest([data.T], np.array([SEED], np.uint64), 1).tolist() == [naive_digest(data.T.tobytes(), SEED)]
+    assert CODEC.digest([data[0, 0]], np.array([SEED], np.uint64), 1).tolist() == [naive_digest(data[0, 0].tobytes(), SEED)]
 
 
 @pytest.mark.parametrize(

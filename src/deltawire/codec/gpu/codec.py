@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from ...dtypes import DTYPES
 from .. import default_codec
 from ..base import EncodedGroup, EncodeGroup, Lanes, Sums
-from ..bits import Bits, DeviceBits, Indices, MasterWeightBits, QuantisedBits, on_gpu
+from ..bits import Bits, BitsColumn, DeviceBits, Indices, MasterWeightBits, QuantisedBits, on_gpu
 from . import device as devices
 from .codec_stream import codec_stream, host_codec_works
 from .digest import digest_tensors
 from .encode import EncodedBlocks, encode_blocks
-from .kernel_addresses import Column, readable
+from .kernel_addresses import Column, joined, readable
 from .kernel_table import QUANTISED, SUMS, KernelTable, Numbers
 from .resolution import GpuResolution, group_by_device
 
@@ -39,7 +39,7 @@ class GpuCodec:
         self.device = device
 
     def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
-        """See `codec.base.GroupCodec`. A group with tensors on a GPU is encoded there; tensors that are elsewhere are copied to it."""
+        """See `codec.base.Codec`. A group with tensors on a GPU is encoded there; tensors that are elsewhere are copied to it."""
         sets: dict[tuple[torch.device, int], list[int]] = {}
         found: dict[int, EncodedGroup] = {}
         on_host = []
@@ -65,18 +65,24 @@ class GpuCodec:
     def deferred_resolution(self, threads: int) -> GpuResolution:
         return GpuResolution(self.device, default_codec().deferred_resolution(threads) if host_codec_works() else None)
 
-    def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> Sums:
-        found = np.zeros((len(arrays), 4), np.uint32)
+    def digest(self, tensors: Sequence[Bits], seeds: NDArray[np.uint64], threads: int) -> Sums:
+        found = np.zeros((len(tensors), 4), np.uint32)
+        if isinstance(tensors, BitsColumn) and tensors.device is not None:
+            for itemsize in np.unique(tensors.itemsizes).tolist():
+                alike = np.flatnonzero(tensors.itemsizes == itemsize)
+                with codec_stream(tensors.device):
+                    found[alike] = _digest_on_device(tensors.take(alike), seeds[alike], itemsize, tensors.device)
+            return found
         # Master weights are rounded into copies, so they are digested one tensor at a time.
-        kinds = ((bits, bits.itemsize + _MASTERS * isinstance(bits, MasterWeightBits)) for bits, _ in arrays)
+        kinds = ((bits, bits.itemsize + _MASTERS * isinstance(bits, MasterWeightBits)) for bits in tensors)
         for (device, kind), numbers in group_by_device(kinds).items():
             if device is None:
-                found[numbers] = default_codec().digest([arrays[i] for i in numbers], threads)
+                found[numbers] = default_codec().digest([tensors[i] for i in numbers], seeds[numbers], threads)
                 continue
             with codec_stream(device):
                 for some in ([i] for i in numbers) if kind > _MASTERS else [numbers]:
-                    column = [bits.rounded() if isinstance(bits, MasterWeightBits) else bits for bits in (arrays[i][0] for i in some)]
-                    found[some] = _digest_on_device(column, [arrays[i][1] for i in some], kind % _MASTERS, device)
+                    column = [bits.rounded() if isinstance(bits, MasterWeightBits) else bits for bits in (tensors[i] for i in some)]
+                    found[some] = _digest_on_device(column, seeds[some], kind % _MASTERS, device)
                     del column  # it must be freed before the next copies are made
         return found
 
@@ -104,11 +110,16 @@ _INTEGERS = {dtype.itemsize: dtype.code for dtype in DTYPES if dtype.name in ("U
 
 def device_of(*columns: Iterable[Bits | None]) -> torch.device | None:
     """Return the device of the first tensor that is on a GPU."""
+    for column in columns:
+        if isinstance(column, BitsColumn) and column.device is not None:
+            return column.device
     return next((bits.device for column in columns for bits in column if on_gpu(bits)), None)
 
 
 def sizes_of(column: Sequence[Bits]) -> Numbers:
     """Return the numbers of elements of tensors."""
+    if isinstance(column, BitsColumn):
+        return column.sizes
     if set(map(type, column)) <= {DeviceBits, MasterWeightBits}:
         return np.array([bits.tensor.numel() for bits in column], np.int64)  # type: ignore[union-attr]
     return np.array([bits.size for bits in column], np.int64)
@@ -116,7 +127,7 @@ def sizes_of(column: Sequence[Bits]) -> Numbers:
 
 def _encode_on_device(groups: Sequence[EncodeGroup], device: torch.device) -> list[EncodedGroup]:
     """Encode groups of one width."""
-    bases, news = [base for group in groups for base in group.bases], [new for group in groups for new in group.news]
+    bases, news = joined([group.bases for group in groups]), joined([group.news for group in groups])
     each = np.array([len(group.news) for group in groups], np.int64)
     counts = sizes_of(news) * np.repeat([group.type.per_element for group in groups], each)
     seeds = np.concatenate([group.seeds for group in groups])
@@ -154,13 +165,15 @@ def _lanes(sums: NDArray[np.uint32]) -> Lanes:
 
 
 def _are_masters(news: Sequence[Bits]) -> NDArray[np.bool_] | None:
+    if isinstance(news, BitsColumn):
+        return None
     types = list(map(type, news))
     return np.array([kind is MasterWeightBits for kind in types], np.bool_) if MasterWeightBits in types else None
 
 
 def _describe_quantised(news: Sequence[Bits], device: torch.device) -> tuple[NDArray[np.uint64], torch.Tensor] | None:
     """Return the addresses of what kernels know about weights that they quantise, and the memory that has it; None if there are none."""
-    numbers = [number for number, bits in enumerate(news) if type(bits) is QuantisedBits]
+    numbers = [] if isinstance(news, BitsColumn) else [number for number, bits in enumerate(news) if type(bits) is QuantisedBits]
     if not numbers:
         return None
     rows = np.zeros(len(numbers), QUANTISED)
@@ -198,11 +211,11 @@ def _encode_table(table: KernelTable, columns: Sequence[Column], device: torch.d
     return EncodedBlocks([piece for part in found for piece in part.pieces], sizes, unchanged, sums), starts
 
 
-def _digest_on_device(column: Sequence[Bits], seeds: Sequence[int], itemsize: int, device: torch.device) -> Sums:
+def _digest_on_device(column: Sequence[Bits], seeds: NDArray[np.uint64], itemsize: int, device: torch.device) -> Sums:
     numbers = np.arange(len(column))
     codes, counts = np.full(len(column), _INTEGERS[itemsize], np.uint8), sizes_of(column)
     found = np.zeros((len(column), 4), np.uint32)
     for rows, (addresses,) in readable([Column.of(column, device)], numbers, numbers + 1, device):
-        facts = addresses[rows], counts[rows], np.array(seeds[rows], np.uint64)
+        facts = addresses[rows], counts[rows], seeds[rows]
         found[rows] = digest_tensors(KernelTable.of_tensors(8 * itemsize, codes[rows], *facts), devices.gpu_at(device))
     return found

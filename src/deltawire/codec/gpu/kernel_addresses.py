@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..bits import Bits, DeviceBits, MasterWeightBits, QuantisedBits, on_gpu
+from ..bits import Bits, BitsColumn, DeviceBits, MasterWeightBits, QuantisedBits, on_gpu
 from .kernel_table import Numbers
+
+_T = TypeVar("_T")
 
 _MOST_COPIED = 256 << 20
 """The most bytes of tensors that are copied at a time."""
@@ -36,6 +39,9 @@ class Column:
     @classmethod
     def of(cls, bits: Sequence[Bits | None], device: torch.device) -> Column:
         """Look at each tensor once: models have a hundred thousand of them."""
+        if isinstance(bits, BitsColumn) and bits.device == device:
+            wrong = ~bits.are_contiguous | (bits.addresses % _ALIGNMENT != 0)
+            return cls(bits, np.where(wrong, np.uint64(0), bits.addresses), np.flatnonzero(wrong & (bits.sizes > 0)))
         if _ON_DEVICE.issuperset(map(type, bits)):
             index = -1 if device.index is None else device.index
             found = [
@@ -70,6 +76,16 @@ class Column:
             copies.append(flat_on(device, bits))
             addresses[number] = copies[-1].data_ptr()
         return addresses, copies
+
+
+def joined(columns: Sequence[Sequence[_T]]) -> Sequence[_T]:
+    """Return the tensors of several columns one after the other."""
+    if len(columns) == 1:
+        return columns[0]
+    known = [column for column in columns if isinstance(column, BitsColumn)]
+    if len(known) == len(columns) and len({column.device for column in known}) == 1:
+        return cast("Sequence[_T]", known[0].followed_by(known[1:]))
+    return [bits for column in columns for bits in column]
 
 
 def _address(bits: Bits | None, device: torch.device) -> int:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from .. import default_codec
 from ..base import Buffer, GroupOutcome, Lanes, Outcomes, Resolution, ResolveGroup, ResolveJob
-from ..bits import Bits, DeviceBits, Indices, on_gpu
+from ..bits import Bits, BitsColumn, DeviceBits, Indices, on_gpu
 from . import device as devices
 from .codec_stream import codec_stream
-from .kernel_addresses import Column
+from .kernel_addresses import Column, joined
 from .kernel_table import KernelTable, Numbers
 from .patch import DevicePatch
 from .resolve import Resolved, resolve_table
@@ -106,7 +106,7 @@ class GpuResolution:
         return found
 
     def add_groups(self, groups: Sequence[ResolveGroup], data: Buffer) -> Sequence[GroupOutcome]:
-        """See `codec.base.GroupResolution`. A group with tensors on a GPU is resolved there; tensors of the host are copied to it."""
+        """See `codec.base.Resolution`. A group with tensors on a GPU is resolved there; tensors of the host are copied to it."""
         found: dict[int, GroupOutcome] = {}
         members: dict[int, NDArray[np.int64]] = {}
         sets: dict[tuple[torch.device | None, int], list[int]] = {}
@@ -160,7 +160,7 @@ class GpuResolution:
         writes = np.concatenate([np.full(size, group.writes, np.bool_) for size, group in zip(each, groups, strict=True)])
         kinds = [(size, group.type.code) for size, group in zip(each, groups, strict=True)]
         with codec_stream(device):
-            bases = [base for group in groups for base in group.bases]
+            bases = joined([group.bases for group in groups])
             addresses, copies = _elements(bases, counts, widths, device)
             table = KernelTable.of_groups(groups[0].type.width, kinds, addresses, counts * factors, seeds)
             patch, resolved = resolve_table(table, [group.payload for group in groups], data, devices.gpu_at(device), groups=True)
@@ -259,6 +259,8 @@ def group_by_device(
 
 def _device_of(group: ResolveGroup, default: torch.device) -> torch.device | None:
     """Return the device on which a group is resolved: that of its first tensor on a GPU; None is the host."""
+    if isinstance(group.bases, BitsColumn):
+        return group.bases.device
     for base in group.bases:
         if on_gpu(base):
             return base.device
@@ -272,7 +274,8 @@ def _elements(
     column = Column.of(bases, device)
     addresses, made = column.copied(column.missing, device)
     copies = dict(zip(column.missing.tolist(), made, strict=True))
-    for number in [number for number, base in enumerate(bases) if base is None]:
+    added = [] if isinstance(bases, BitsColumn) else [number for number, base in enumerate(bases) if base is None]
+    for number in added:
         count = int(counts[number])
         copies[number] = torch.zeros(max(count, 1), dtype=getattr(torch, f"int{widths[number]}"), device=device)[:count]
         addresses[number] = copies[number].data_ptr()

@@ -10,11 +10,8 @@ from numpy.typing import NDArray
 from ...errors import ShapeMismatch
 from ..base import (
     Buffer,
-    Encoded,
     EncodedGroup,
     EncodeGroup,
-    EncodeJob,
-    Encodings,
     GroupOutcome,
     Lanes,
     Outcomes,
@@ -26,7 +23,6 @@ from ..base import (
 from ..bits import Bits, HostBits, Indices, in_host_memory
 from .decoder import decode_coded
 from .digest import word_sums
-from .encoder import encode_tensor
 from .groups import decode_group, elements_of, encode_group, tensor_of
 from .payload import CODED, RAW, read_chunks
 
@@ -37,9 +33,6 @@ class ReferenceCodec:
     name = "reference"
     prefers_whole_state = False
 
-    def encode(self, jobs: Sequence[EncodeJob], threads: int) -> Encodings:
-        return Encodings.of([encode_job(job) for job in jobs])
-
     def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
         return [_encode_group(group) for group in groups]
 
@@ -49,8 +42,8 @@ class ReferenceCodec:
     def deferred_resolution(self, threads: int) -> ReferenceResolution:
         return ReferenceResolution()
 
-    def digest(self, arrays: Sequence[tuple[Bits, int]], threads: int) -> Sums:
-        return sums([word_sums(in_host_memory(bits), seed) for bits, seed in arrays])
+    def digest(self, tensors: Sequence[Bits], seeds: NDArray[np.uint64], threads: int) -> Sums:
+        return sums([word_sums(in_host_memory(bits), seed) for bits, seed in zip(tensors, seeds.tolist(), strict=True)])
 
     def write_elements(self, bits: Bits, indices: Indices, values: Bits) -> None:
         array = in_host_memory(bits)
@@ -116,14 +109,6 @@ class ReferenceResolution:
 
     def compact(self) -> None:
         """Do nothing: all that it keeps is needed."""
-
-
-def encode_job(job: EncodeJob) -> Encoded:
-    new = _flat(job.new)
-    base = np.zeros_like(new) if job.base is None else _flat(job.base)
-    changed = int(np.count_nonzero(base != new))
-    payload = encode_tensor(base, new, job.dtype) if changed or job.base is None else []
-    return Encoded(payload, changed, word_sums(base, job.seed), word_sums(new, job.seed))
 
 
 def resolve_job(job: ResolveJob, data: Buffer) -> tuple[HostBits, HostBits]:

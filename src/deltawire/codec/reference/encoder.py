@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...dtypes import DType
 from ..bits import HostBits
-from .payload import BLOCK, CODED, RAW, SAME, TILE
 from .terms import (
     DIRECT,
     LARGEST_K,
@@ -222,35 +218,3 @@ def choose_top(base: HostBits, layout: Layout) -> int:
         return 0
     sample = np.sort(exponents(base[:: -(-base.size // 1024)], layout))
     return int(sample[sample.size - 1 - sample.size // 64])
-
-
-def cut(changes: Mask) -> Iterator[slice]:
-    """Yield the chunks of a block (§5.1)."""
-    start = pending = 0
-    for tile in range(0, changes.size, TILE):
-        end = min(tile + TILE, changes.size)
-        pending += int(np.count_nonzero(changes[tile:end]))
-        if pending >= TILE or end == changes.size:
-            yield slice(start, end)
-            start, pending = end, 0
-
-
-def encode_chunk(base: HostBits, new: HostBits, layout: Layout, top: int) -> bytes:
-    """Return the header and the body of one chunk (§5.7)."""
-    if np.array_equal(base, new):
-        mode, body = SAME, b""
-    else:
-        mode, body = CODED, encode_coded(base, new, layout, top)
-        if len(body) >= new.nbytes:
-            mode, body = RAW, new.astype(new.dtype.newbyteorder("<")).tobytes()
-    return struct.pack("<II", new.size | mode << 30, len(body)) + body
-
-
-def encode_tensor(base: HostBits, new: HostBits, dtype: DType) -> list[bytes]:
-    """Return the pieces of a payload (§3): the element type, then the chunks."""
-    pieces = [bytes([dtype.code])]
-    for start in range(0, new.size, BLOCK):
-        b, n = base[start : start + BLOCK], new[start : start + BLOCK]
-        top = choose_top(b, dtype)
-        pieces += [encode_chunk(b[chunk], n[chunk], dtype, top) for chunk in cut(b != n)]
-    return pieces

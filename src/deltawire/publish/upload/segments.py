@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from ...errors import LimitExceeded, PublishError
 from ...format.records.record_parts import Limits
 from ...tensors.bits import State, TensorBits, tensor_bits
 from ...tensors.casting import Casting
-from ...tensors.columns import Columns
+from ...tensors.columns import Columns, ColumnState, Layout
 
 SEGMENT_BYTES = 256 << 20
 """Small enough that uploading a segment overlaps with encoding the next; large enough that requests are few."""
@@ -50,8 +51,7 @@ class TensorTable:
             raise PublishError("the state has no tensors. Pass the weights of the model.")
         columns = Columns.of(state) if casting is None or not casting.is_given else None
         if columns is not None:
-            layout = columns.layout
-            return cls(tuple(layout.names), tuple(layout.dtypes), tuple(layout.shapes))
+            return _table_of_layout(columns.layout)
         tensors = [tensor_bits(name, tensor) for name, tensor in state.items()]
         if any(tensor.whole is not None for tensor in tensors):
             raise PublishError("the state has parts of tensors. Use ShardedPublisher to publish parts from several processes.")
@@ -65,6 +65,11 @@ class TensorTable:
     def of_bits(cls, tensors: Sequence[TensorBits]) -> TensorTable:
         ordered = sorted(tensors, key=lambda tensor: tensor.name)
         return cls(tuple(t.name for t in ordered), tuple(t.dtype for t in ordered), tuple(t.shape for t in ordered))
+
+    @cached_property
+    def elements(self) -> int:
+        """The number of elements of all tensors."""
+        return sum(map(math.prod, self.shapes))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -86,6 +91,19 @@ class TensorTable:
 
     def names_of(self, segment: Segment) -> tuple[str, ...]:
         return self.names[segment.first : segment.first + segment.count]
+
+
+def part_of_state(state: State, table: TensorTable, segment: Segment) -> State:
+    """Return the tensors of a segment. The state has this table."""
+    if isinstance(state, ColumnState):
+        return state.part(segment.first, segment.count)
+    return {name: state[name] for name in table.names_of(segment)}
+
+
+@functools.lru_cache(maxsize=4)
+def _table_of_layout(layout: Layout) -> TensorTable:
+    """Return the table of a layout. It is the same object for each state of the layout, so comparing two is quick."""
+    return TensorTable(tuple(layout.names), tuple(layout.dtypes), tuple(layout.shapes))
 
 
 def cut_segments(sizes: Sequence[int], *, segment_bytes: int = SEGMENT_BYTES, most: int = MOST_SEGMENTS) -> tuple[Segment, ...]:
