@@ -16,6 +16,7 @@ import codec_speed
 import fleet_coordination
 import fsdp_publish
 import import_time
+import many_tensors
 import publish_overhead
 import quantise_speed
 import quantised_size
@@ -31,6 +32,7 @@ NAMES = [
     "step-cost",
     "speed",
     "quantise",
+    "many-tensors",
     "memory",
     "density",
     "import",
@@ -69,6 +71,7 @@ def main() -> int:
         "step-cost": step_cost.measure,
         "speed": lambda: codec_speed.measure(1 << (24 if quick else 29), 2 if quick else 5),
         "quantise": lambda: quantise_speed.measure(1 << (24 if quick else 28), 1 if quick else 5),
+        "many-tensors": lambda: many_tensors.measure(1_000 if quick else 100_000),
         "memory": lambda: codec_memory.measure(1 << (25 if quick else 28)),
         "density": lambda: codec_density.measure(1 << (20 if quick else 26)),
         "import": import_time.measure,

@@ -11,6 +11,10 @@
 #include <cstring>
 #include <span>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "codec.hpp"
 #include "nonfinite.hpp"
 #include "parallel.hpp"
@@ -405,7 +409,12 @@ nb::object py_join(const std::vector<Bytes>& pieces, unsigned threads) {
     nb::object joined = nb::steal(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(size)));
     if (!joined.is_valid()) throw nb::python_error();
     auto* to = reinterpret_cast<uint8_t*>(PyBytes_AS_STRING(joined.ptr()));
-    constexpr size_t unit = size_t(1) << 20;
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    constexpr uintptr_t page = uintptr_t(1) << 12;
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(to) + page - 1) & ~(page - 1), last = (reinterpret_cast<uintptr_t>(to) + size) & ~(page - 1);
+    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);  // a hint: it may fail
+#endif
+    constexpr size_t unit = size_t(2) << 20;
     struct Copy {
         uint8_t* to;
         const uint8_t* from;

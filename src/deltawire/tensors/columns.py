@@ -287,13 +287,13 @@ def _columns_of_torch(state: State, values: list[torch.Tensor], known: torch_typ
     if gpu is None and not values[0].is_cpu:
         return None
     try:
-        if {value.layout for value in values} != {known.dense} or True in [value.is_neg() for value in values]:
+        if {value.layout for value in values} != {known.dense} or True in map(known.tensor.is_neg, values):
             return None
         layout, order = _layout_of(tuple(state), types, tuple([value.shape for value in values]), lambda dtype: known.elements[dtype][0])
         if order is not None:
             values = [values[number] for number in order]
-        addresses = np.array([value.data_ptr() for value in values], np.uint64)
-        contiguous = np.array([value.is_contiguous() for value in values], np.bool_)
+        addresses = np.fromiter(map(known.tensor.data_ptr, values), np.uint64, len(values))
+        contiguous = np.fromiter(map(known.tensor.is_contiguous, values), np.bool_, len(values))
     except RuntimeError:  # one of them is a nested tensor
         return None
     if ((addresses == 0) & (layout.sizes > 0)).any():

@@ -92,6 +92,7 @@ def named_dtype(name: str) -> DType | None:
 class TorchTypes(NamedTuple):
     """The objects of torch that are needed for every tensor, looked up once."""
 
+    tensor: type[torch.Tensor]
     tensors: frozenset[type]
     """Classes of tensors whose elements are plain memory."""
     dense: torch.layout
@@ -112,4 +113,4 @@ def torch_types(torch: Any) -> TorchTypes:
         width = dtype_named(name).width
         elements[dtype] = dtype_named(name), getattr(torch, f"int{width}"), getattr(torch, f"uint{width}")
     classes = [torch.Tensor, torch.nn.Parameter, *([torch.nn.Buffer] if hasattr(torch.nn, "Buffer") else [])]
-    return TorchTypes(frozenset(classes), torch.strided, bool(torch.version.hip), elements, dtypes)
+    return TorchTypes(torch.Tensor, frozenset(classes), torch.strided, bool(torch.version.hip), elements, dtypes)
