@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..delta.encode import encode_delta
+from ..delta.encode import encode_delta, encode_many
 from ..delta.resolve import apply_delta
 from ..format.digest import Digest
 from ..format.records.record_parts import CommitRef
@@ -244,7 +244,8 @@ class Baseline:
     def _reverse(self, state: State, changed: Collection[int], remember: bool) -> dict[int, bytes] | None:
         if not self.needs_reverse(remember=remember):
             return None
-        return {index: encode_delta(self.part_of(state, index), self.part(index), threads=self._threads) for index in changed}
+        made = encode_many([(self.part_of(state, index), self.part(index)) for index in changed], threads=self._threads)
+        return {index: delta for index, (delta, _) in zip(changed, made, strict=True)}
 
     @contextmanager
     def _moving(self, at: CommitRef, digest: Digest, back: Mapping[int, bytes] | None, size: int) -> Iterator[None]:

@@ -44,7 +44,7 @@ _learnt: dict[tuple[torch.device, int, int], int] = {}
 """The size of the last slab, by device, width of an element and length of the list."""
 
 _SCAN_THREADS = 128
-_MOST_SCAN_BLOCKS = 6
+_MOST_SCAN_BLOCKS = 4
 """The most thread blocks per processor. A processor gets as many as it runs at the same time, because others would run alone at the end."""
 
 _GRANT = 1024

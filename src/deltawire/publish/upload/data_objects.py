@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ...delta.encode import encode_delta, encode_many
+from ...delta.encode import encode_many
 from ...format.checkpoints.checkpoint import INDEX_FILE
 from ...format.content_hash import content_hash, new_hash
 from ...format.digest import Digest
@@ -179,11 +180,13 @@ def upload_update(
             new = state if segments_of is None else segments_of(batch)
             made = time.perf_counter()
             encoded = encode_many([(baseline.part(index), baseline.part_of(new, index)) for index in batch], threads=threads)
-            for index, (_, summary) in zip(batch, encoded, strict=True):
-                part = baseline.part_of(new, index)
-                if wants_reverse and summary.tensors_changed and not any(isinstance(each, UnwrittenTensor) for each in part.values()):
-                    reverse[index] = encode_delta(part, baseline.part(index), threads=threads)
-                del part
+            if wants_reverse:
+                changing = [index for index, (_, summary) in zip(batch, encoded, strict=True) if summary.tensors_changed]
+                pairs = [(baseline.part_of(new, index), baseline.part(index)) for index in changing]
+                is_written = [not any(isinstance(tensor, UnwrittenTensor) for tensor in part.values()) for part, _ in pairs]
+                back = encode_many(list(itertools.compress(pairs, is_written)), threads=threads)
+                reverse |= {index: delta for index, (delta, _) in zip(itertools.compress(changing, is_written), back, strict=True)}
+                del pairs
             del new
             making += made - start
             encoding += time.perf_counter() - made
@@ -202,8 +205,7 @@ def upload_update(
     except BaseException:
         uploads.abandon()
         raise
-    back = reverse if wants_reverse else None
-    return Update(files, deltas, back, before, after, changed, making, encoding, uploading, uploads.waited)
+    return Update(files, deltas, reverse if wants_reverse else None, before, after, changed, making, encoding, uploading, uploads.waited)
 
 
 @dataclass(slots=True)
