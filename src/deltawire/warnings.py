@@ -77,7 +77,7 @@ class NothingQuantised(DeltawireWarning):
 
 
 class RecipeChanged(DeltawireWarning):
-    """A version is quantised by another recipe than the version before, or only one of both is. It is published as a full checkpoint."""
+    """A version is quantised by another recipe than the version before, or only one of the two is quantised. It is a full checkpoint."""
 
     event = "recipe-changed"
 

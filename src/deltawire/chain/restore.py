@@ -160,7 +160,7 @@ class _RouteSearch:
         """Read the records that the hops depend on, from the target down. Return False if one of them is not as assumed.
 
         The reading stops early only when twice as much is known as before. Planning again after each surprise would take quadratic time,
-        and planning only at the end might read many records in vain.
+        and planning only at the end might read many records that are not needed.
         """
         enough = 2 * len(self._read)
         sound = True

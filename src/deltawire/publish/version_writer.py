@@ -39,7 +39,7 @@ class VersionWriter:
         try:
             if publication.layout is None:
                 publication = replace(publication, weights=in_columns(publication.weights))
-            if publication.recipe is None:  # weights that are quantised are checked by the way
+            if publication.recipe is None:  # weights that are quantised are checked meanwhile
                 self._advice.check_finite(publication.weights)
             version = self._appender.append(publication)
         except BaseException as error:

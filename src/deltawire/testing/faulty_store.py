@@ -202,7 +202,7 @@ class FaultyStore(Store):
 
     @contextlib.contextmanager
     def _calling(self, op: str, key: str) -> Iterator[tuple[Lie | None, Store]]:
-        """Record a call and fail if the script says so, now or when it is done; within, which lie to tell, and whom to ask."""
+        """Record a call, and raise the scripted error before or after it. Yield the wrong answer to give, if any, and the store to ask."""
         with self._lock:
             self._check_alive()
             this = Call(len(self.calls), op, key)

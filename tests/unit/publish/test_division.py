@@ -64,7 +64,7 @@ def test_what_two_thousand_ranks_tell_each_other_does_not_grow_with_the_number_o
 
 @given(st.lists(st.lists(st.sampled_from([(0, 0), (0, 600)]), min_size=3, max_size=3), min_size=1, max_size=12))
 def test_tensors_of_one_shape_may_be_held_in_any_way(choices):
-    """Each tensor is held as a whole by some ranks, as experts are, or by one rank if nobody else was chosen."""
+    """Each tensor is held as a whole by some ranks, as experts are, or by one rank if no other was chosen."""
     held = [[(0, 600), *each[1:]] if not any(stop for _, stop in each) else each for each in choices]
     layouts = [layout_of([(600,)] * len(held), [each[rank] for each in held]) for rank in range(3)]
     division, _ = agreed(layouts)
