@@ -17,6 +17,7 @@ import fleet_coordination
 import fsdp_publish
 import import_time
 import many_tensors
+import publish_calls
 import publish_overhead
 import quantise_speed
 import quantised_size
@@ -42,6 +43,7 @@ NAMES = [
     "join-s3",
     "fsdp",
     "overhead",
+    "calls",
     "engine",
     "fleet",
     "rl-async",
@@ -81,6 +83,7 @@ def main() -> int:
         "join-s3": lambda: chain_join.measure(1 << (16 if quick else 23), 20 if quick else 500, seaweed.bucket, "SeaweedFS (S3)"),
         "fsdp": lambda: fsdp_publish.measure(1 << (24 if quick else 28), 3 if quick else 8),
         "overhead": lambda: publish_overhead.measure(**({"width": 64, "layers": 1, "tokens": 128, "rounds": 2} if quick else {})),
+        "calls": lambda: publish_calls.measure(0.1 if quick else 4.0, 5 if quick else 12),
         "engine": lambda: _engine(quick),
         "fleet": lambda: fleet_coordination.measure((1, 8) if quick else (1, 8, 64, 512)),
         "rl-async": lambda: rl_async.measure_modes(8, 5) if quick else rl_async.measure_modes(45, 30),

@@ -21,7 +21,7 @@ from ..tensors.gpu_handover import GpuHandover, on_side_stream
 from ..tensors.state import thread_count
 from .history import History, Reverse, budget_for, versions_of
 from .shortcuts.compose import Composition, compose
-from .snapshots import Arrays, ScratchMemory, SnapshotDevice, copy_tensors, is_kept_like, new_arrays
+from .snapshots import Arrays, ScratchMemory, SnapshotDevice, copy_tensors, is_kept_like, new_arrays, scratch_size
 from .upload.segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments, part_of_state
 
 
@@ -171,12 +171,16 @@ class Baseline:
 
         On a GPU the copy is made on a side stream, and is complete. On the host it is in the memory of `scratch`, if that is given.
         """
-        copy = (scratch or ScratchMemory()).copy
+        scratch = scratch or ScratchMemory()
+        with self._lock:
+            self._history.deltas_back(seq)
+            size = scratch_size(self.part(index))
+        scratch.reserve(size)  # the next version must not wait for this
         with self._lock:
             back = self._history.deltas_back(seq)
             now = self.part(index)
             with on_side_stream(now) as wait:
-                part = copy(now)
+                part = scratch.copy(now)
                 wait()  # before another thread or stream may change what is copied
         with on_side_stream(part) as wait:
             for reverse in back:

@@ -144,17 +144,23 @@ class ScratchMemory:
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
 
+    def reserve(self, size: int) -> None:
+        """Have at least `size` bytes ready, so that a copy takes no longer than necessary. Copies that were made before are lost."""
+        if self._memory.size < size:
+            self._memory = np.empty(0, np.uint8)  # frees it before more is allocated
+            self._memory = np.empty(size, np.uint8)
+            self._memory.fill(0)
+
     def copy(self, state: State) -> Arrays:
         """Return a copy of tensors or parts of tensors, on their devices. Those on the host are valid until the next call.
 
         The tensors are contiguous, as those of a baseline are.
         """
         on_host = {name: array for name, tensor in state.items() if isinstance(array := _elements(tensor), np.ndarray)}
-        ends = np.cumsum([array.nbytes + -array.nbytes % _CACHE_LINE for array in on_host.values()], dtype=np.int64)
+        ends = np.cumsum([_room(array) for array in on_host.values()], dtype=np.int64)
         starts = dict(zip(on_host, [0, *ends.tolist()], strict=False))
         if on_host and self._memory.size < ends[-1]:
-            self._memory = np.empty(0, np.uint8)  # frees it before more is allocated
-            self._memory = np.empty(int(ends[-1]), np.uint8)
+            self.reserve(int(ends[-1]))
         copies: Arrays = {}
         for name, tensor in state.items():
             array = on_host.get(name)
@@ -165,6 +171,15 @@ class ScratchMemory:
             np.copyto(copied.view(f"u{array.itemsize}"), array.view(f"u{array.itemsize}"))
             copies[name] = dataclasses.replace(tensor, elements=copied) if isinstance(tensor, TensorPart) else copied
         return copies
+
+
+def scratch_size(state: State) -> int:
+    """Return how many bytes `ScratchMemory` needs for a copy of a state."""
+    return sum(_room(array) for tensor in state.values() if isinstance(array := _elements(tensor), np.ndarray))
+
+
+def _room(array: NDArray[Any]) -> int:
+    return array.nbytes + -array.nbytes % _CACHE_LINE
 
 
 def _elements(tensor: Any) -> Any:
