@@ -2,12 +2,42 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 namespace deltawire {
+
+// Admits threads to work that its caller may finish without them: on a busy machine, a new thread may wait for a processor longer than the work takes.
+class Admission {
+public:
+    // Returns false if the work is over. A thread that is admitted calls `leave`.
+    bool enter() {
+        const std::scoped_lock lock(mutex_);
+        if (closed_) return false;
+        ++running_;
+        return true;
+    }
+    void leave() {
+        const std::scoped_lock lock(mutex_);
+        if (--running_ == 0) idle_.notify_all();
+    }
+    // Admits no more threads, and waits for those that were admitted.
+    void close() {
+        std::unique_lock lock(mutex_);
+        closed_ = true;
+        idle_.wait(lock, [this] { return running_ == 0; });
+    }
+
+private:
+    std::mutex mutex_;
+    std::condition_variable idle_;
+    unsigned running_ = 0;
+    bool closed_ = false;
+};
 
 // Calls `work(workers[t], i)` for all i < n. Thread t uses worker t. If there are several errors, it throws the one with the smallest i.
 // It allocates only threads, and works with fewer threads if the system refuses more.
@@ -27,13 +57,19 @@ void parallel_for(size_t n, std::vector<Worker>& workers, Work work) {
             next.store(n, std::memory_order_relaxed);
         }
     };
-    std::vector<std::thread> pool;
+    std::shared_ptr<Admission> admission;
     try {
-        for (size_t t = 1; t < workers.size() && t < n; ++t) pool.emplace_back([&run, &worker = workers[t]] { run(worker); });
+        if (workers.size() > 1 && n > 1) admission = std::make_shared<Admission>();
+        for (size_t t = 1; t < workers.size() && t < n; ++t)
+            std::thread([admission, &run, &worker = workers[t]] {  // touches nothing of the caller's unless it is admitted
+                if (!admission->enter()) return;
+                run(worker);
+                admission->leave();
+            }).detach();
     } catch (const std::exception&) {
     }
     run(workers[0]);
-    for (auto& thread : pool) thread.join();
+    if (admission) admission->close();
     if (error) std::rethrow_exception(error);
 }
 
