@@ -28,10 +28,11 @@ from workloads import BF16, FP8_E4M3, update_size
 
 import deltawire
 from deltawire.codec.base import Buffer, EncodeGroup, GroupOutcome, ResolveGroup
-from deltawire.codec.bits import DeviceBits, MasterWeightBits
+from deltawire.codec.bits import BitsColumn, DeviceBits, MasterWeightBits
 from deltawire.codec.gpu.codec import GpuCodec
 from deltawire.codec.gpu.resolution import GpuResolution
 from deltawire.dtypes import PAYLOAD_TYPES, PayloadType
+from deltawire.tensors.columns import Columns
 from deltawire.tensors.gpu_handover import GpuHandover
 
 DEVICE = torch.device("cuda", 0)
@@ -200,25 +201,28 @@ class Workload:
         self.seeds = np.arange(len(sizes), dtype=np.uint64)
         self.olds, self.news = (list(side.split(own)) for side in (self.base, self.new))
         self.nbytes = self.base.numel() * self.base.element_size()
+        self.old, self.now = self.states()
 
-    def bits(self, side: Sequence[torch.Tensor]) -> list[DeviceBits]:
-        return [DeviceBits(tensor.view(self.kind.integer)) for tensor in side]
+    def bits(self, state: dict[str, torch.Tensor]) -> BitsColumn:
+        columns = Columns.of(state)
+        assert columns is not None
+        return columns.bits
 
     def encode(self, news: Sequence[DeviceBits] | None = None) -> Any:
-        group = EncodeGroup(self.kind.type, self.bits(self.olds), self.bits(self.news) if news is None else news, self.seeds)
+        group = EncodeGroup(self.kind.type, self.bits(self.old), self.bits(self.now) if news is None else news, self.seeds)
         return CODEC.encode_groups([group], 1)[0]
 
     def resolve(self, payload: memoryview) -> tuple[GpuResolution, GroupOutcome]:
         resolution = CODEC.deferred_resolution(1)
-        group = ResolveGroup(self.kind.type, self.bits(self.olds), self.counts, self.seeds, (0, len(payload)), True)
+        group = ResolveGroup(self.kind.type, self.bits(self.old), self.counts, self.seeds, (0, len(payload)), True)
         (outcome,) = resolution.add_groups([group], payload)
         return resolution, outcome
 
     def digest(self) -> Any:
-        return CODEC.digest(self.bits(self.olds), self.seeds, 1)
+        return CODEC.digest(self.bits(self.old), self.seeds, 1)
 
     def states(self) -> list[dict[str, torch.Tensor]]:
-        return [{f"model.layers.{i}.{self.kind.suffix}": tensor for i, tensor in enumerate(side)} for side in (self.olds, self.news)]
+        return [{f"model.layers.{i:06}.{self.kind.suffix}": tensor for i, tensor in enumerate(side)} for side in (self.olds, self.news)]
 
 
 def host_ms(work: Callable[[], object], rounds: int = 5) -> float:
@@ -268,7 +272,7 @@ def measure(
     row.resolve_ms = median_ms(lambda: load.resolve(payload), rounds)
     row.resolve_pinned_ms = median_ms(lambda: load.resolve(pinned), rounds)
     row.resolve_kernels_ms = kernels_ms(lambda: load.resolve(pinned), row.kernels)
-    old, now = load.states()
+    old, now = load.old, load.now
     row.encode_delta_ms = host_ms(lambda: deltawire.encode_delta(old, now), 3)
     turns = itertools.cycle([deltawire.encode_delta(old, now), deltawire.encode_delta(now, old)])
     row.apply_delta_ms = host_ms(lambda: deltawire.apply_delta(old, next(turns)), 5)  # once forward and once back

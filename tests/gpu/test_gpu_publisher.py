@@ -11,8 +11,10 @@ from emulator.build import compiler
 import deltawire
 from deltawire.codec import using_codec
 from deltawire.errors import NonFiniteWeights
+from deltawire.publish import snapshots
 from deltawire.quantise.quantise import quantise_state
 from deltawire.tensors.finite import count_nonfinite
+from deltawire.tensors.gpu_handover import GpuHandover
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
 REAL = torch.cuda.is_available()
@@ -218,3 +220,14 @@ def test_what_is_quantised_on_the_gpu_is_what_the_cpu_makes_of_it(tmp_path, snap
             with pytest.raises(NonFiniteWeights, match="v_proj"):
                 publisher.publish(state)
             state["a.v_proj.weight"][1, 2] = 0.5
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_plain_states_are_copied_together(wait, monkeypatch):
+    monkeypatch.setattr(snapshots, "_copy", lambda *_: pytest.fail("tensors are copied one by one"))
+    state = {name: tensor.to(DEVICE) for name, tensor in weights().items()}
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    snapshots.copy_tensors(state, target, wait=wait)
+    GpuHandover(target).synchronize()
+    assert all(torch.equal(target[name].view(torch.uint8), state[name].view(torch.uint8)) for name in state if state[name].ndim)
+    assert target["flag"]

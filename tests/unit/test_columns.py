@@ -12,7 +12,9 @@ from deltawire import Publisher, WriterOptions, _native, encode_delta, state_dig
 from deltawire.codec import copy_elements, join_pieces
 from deltawire.codec.native import native_tensors
 from deltawire.delta import encode
+from deltawire.publish.upload.segments import TensorTable
 from deltawire.tensors import columns
+from deltawire.tensors.casting import Casting
 from deltawire.tensors.columns import Columns, ColumnState, in_columns
 
 
@@ -125,3 +127,11 @@ def test_tensors_that_are_not_plain_are_passed_one_by_one():
     plain = {name: array for name, array in state.items() if name not in ("strided", "unaligned")}
     assert isinstance(native_tensors(Columns.of(state).bits), list)
     assert isinstance(native_tensors(Columns.of(plain).bits), _native.Addresses)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", lambda name, tensor: "float16" if name.startswith("layer.1") else None])
+def test_a_table_of_cast_types_is_that_of_tensors_one_by_one(dtype, monkeypatch):
+    state = sample() | {"half": np.zeros(4, np.float16), "wide": np.zeros(3)}
+    quick = TensorTable.of(state, Casting(dtype))
+    one_by_one(monkeypatch)
+    assert quick == TensorTable.of(state, Casting(dtype))

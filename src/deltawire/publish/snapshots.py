@@ -9,13 +9,13 @@ import dataclasses
 import math
 import threading
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..codec import copy_elements
-from ..codec.bits import Bits, DeviceBits, on_gpu
+from ..codec.bits import Bits, BitsColumn, DeviceBits, on_gpu
 from ..dtypes import DType
 from ..tensors.bits import State, Tensor, TensorPart, tensor_bits, typed
 from ..tensors.casting import Casts
@@ -105,6 +105,11 @@ def copy_tensors(source: State, target: Mapping[str, Any], *, wait: bool = True)
     if given is not None and there is not None and given.layout.is_like(there.layout) and not (given.is_on_gpu or there.is_on_gpu):
         copy_elements(given.bits, there.bits, thread_count(None))
         return
+    if given is not None and there is not None and given.layout.is_like(there.layout) and given.is_on_gpu and there.is_on_gpu:
+        _copy_on_gpu(given.bits, there.bits, wait)
+        if wait:
+            GpuHandover(source, goals).synchronize()
+        return
     for name, tensor in source.items():
         _copy(name, tensor, target[name], wait)
     if wait:
@@ -120,6 +125,17 @@ def _copy(name: str, source: Any, target: Any, wait: bool) -> None:
             _keep(to)
     else:
         np.copyto(to, bits)
+
+
+def _copy_on_gpu(source: BitsColumn, target: BitsColumn, wait: bool) -> None:
+    """Copy many tensors on GPUs with few kernels."""
+    import torch
+
+    goals: list[Any] = [_as_tensor(bits) for bits in target]
+    torch._foreach_copy_(goals, [_as_tensor(bits) for bits in source], non_blocking=not wait)
+    if not wait:
+        for bits in target:
+            _keep(cast("DeviceBits", bits))
 
 
 def _keep(bits: DeviceBits) -> None:

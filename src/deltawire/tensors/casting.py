@@ -60,12 +60,14 @@ class Casting:
 
     def dtype_of(self, tensor: TensorBits, original: Any) -> DType:
         """Return the type of a tensor on the wire. `original` is the tensor that the caller passed."""
-        if tensor.dtype not in _CASTABLE:
-            return tensor.dtype
-        if self._choose is not None:
+        if self._choose is not None and tensor.dtype in _CASTABLE:
             chosen = self._choose(tensor.name, original)
             return tensor.dtype if chosen is None else wire_dtype(chosen)
-        return self._dtype or tensor.dtype
+        return self.cast_of(tensor.dtype)
+
+    def cast_of(self, dtype: DType) -> DType:
+        """Return the type on the wire of all tensors of a type, if one type was given for all weights."""
+        return self._dtype or dtype if dtype in _CASTABLE else dtype
 
 
 class Casts:

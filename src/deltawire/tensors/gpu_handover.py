@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import torch_types
 from .bits import State, TensorPart
+from .columns import ColumnState
 
 if TYPE_CHECKING:
     from ..codec.gpu.device import Gpu
@@ -87,9 +88,12 @@ def _gpus(states: Sequence[State]) -> list[Gpu]:
     known = torch_types.torch_tensor()
     if known is None:
         return []
+    known_devices = [state.columns.bits.device for state in states if isinstance(state, ColumnState)]
+    states = [state for state in states if not isinstance(state, ColumnState)]
     own = (tensor.elements if isinstance(tensor, TensorPart) else tensor for state in states for tensor in state.values())
     each: Iterator[Any] = (tensor for tensor in own if isinstance(tensor, known))
     devices = dict.fromkeys(device for tensor in each if (device := torch_types.gpu_of(tensor)) is not None)
+    devices.update(dict.fromkeys(device for device in known_devices if device is not None))
     if not devices:
         return []
     from ..codec.gpu.device import gpu_at

@@ -49,9 +49,14 @@ class TensorTable:
             raise PublishError(f"a state maps names to tensors; this is a {type(state).__qualname__}. Pass model.state_dict(), or a dict.")
         if not state:
             raise PublishError("the state has no tensors. Pass the weights of the model.")
-        columns = Columns.of(state) if casting is None or not casting.is_given else None
+        is_cast = casting is not None and casting.is_given
+        columns = Columns.of(state) if not is_cast or (casting is not None and casting.dtype is not None) else None
         if columns is not None:
-            return _table_of_layout(columns.layout)
+            table = _table_of_layout(columns.layout)
+            if casting is None or not is_cast:
+                return table
+            each = {dtype: casting.cast_of(dtype) for dtype in set(table.dtypes)}
+            return cls(table.names, tuple([each[dtype] for dtype in table.dtypes]), table.shapes)
         tensors = [tensor_bits(name, tensor) for name, tensor in state.items()]
         if any(tensor.whole is not None for tensor in tensors):
             raise PublishError("the state has parts of tensors. Use ShardedPublisher to publish parts from several processes.")
