@@ -33,7 +33,7 @@ _NEVER = AnchorPolicy(min_versions=10**6, max_versions=None)
 
 @dataclass
 class _Thread:
-    """What the thread of the shortcuts took: wall clock and processor time of each job."""
+    """The time of the thread of the shortcuts: wall clock and processor time of each job."""
 
     seconds: list[float] = field(default_factory=list)
     processor: list[float] = field(default_factory=list)

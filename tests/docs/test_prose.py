@@ -27,6 +27,22 @@ def test_no_sentence_makes_readers_stumble(page):
     assert found == []
 
 
+def test_no_comment_begins_like_a_question():
+    """Comments and docstrings begin with a verb or a noun: "The bytes of …", not "What … takes"."""
+    opening = re.compile(r'(?:^|\s)(?:"""|#|//) ?(?:What|Who|Whoever|Whom|So many|So much|That it|Of)\b')
+    sources = [ROOT / "Makefile", ROOT / ".ci" / "run"]
+    for folder in ("src", "native", "tests", "benchmarks", "examples"):
+        sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".pyi", ".hpp", ".cpp")]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sources
+        if path.exists()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if opening.search(line)
+    ]
+    assert found == []
+
+
 def test_sentences_are_told_apart():
     text = "- One `a. B` sentence. And e.g. another (see §1.2). **Bold.** Done?\n| a. B. | C. D. |\n"
     assert one_sentence_per_line(text) == (

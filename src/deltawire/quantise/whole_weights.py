@@ -46,7 +46,7 @@ class TableQuantiser(Protocol):
 
 
 class ScaleChooser(TableQuantiser, Protocol):
-    """What chooses only scales, and does not write scales of one byte: `ScaleQuantiser`."""
+    """Chooses only scales, and does not write scales of one byte: `ScaleQuantiser`."""
 
     def unwritten_scales(self, number: int, global_scale: torch.Tensor | None, previous: torch.Tensor | None) -> ScalesOnDevice: ...
 
