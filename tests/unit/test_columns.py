@@ -99,6 +99,15 @@ def test_equal_layouts_are_one_object_whatever_the_order_of_names():
     assert Columns.of(state).layout is Columns.of(backwards).layout
 
 
+def test_states_of_other_shapes_have_other_layouts(monkeypatch):
+    monkeypatch.setattr(columns, "_MOST_SHAPES", 2)
+    for _ in range(2):
+        for shape in ((2, 3), (3, 2), (6,), (2, 3)):
+            found = Columns.of({"w": np.zeros(shape), "v": np.zeros(4)})
+            assert found.layout.shapes == [(4,), shape]
+            assert found[1].shape == shape
+
+
 def test_elements_are_copied_whether_or_not_tensors_are_contiguous():
     for names in (None, ["layer.1.weight", "empty"]):
         source = {name: array for name, array in sample(1).items() if names is None or name in names}

@@ -8,13 +8,14 @@ columns are known, so that a series of calls reads it only once.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 
 _MOST_KEPT = 1 << 19
 """Layouts are kept for this many tensors in total."""
+
+_MOST_SHAPES = 4
+"""The most layouts that are kept of states with the same names and types, but other shapes."""
+
+_shape = operator.attrgetter("shape")
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,7 +226,7 @@ def in_columns(state: State) -> State:
 
 
 class _Key:
-    """Names, types and shapes of a state. The hash is computed only once."""
+    """Names and types of a state. The hash is computed only once."""
 
     __slots__ = ("_hash", "parts")
 
@@ -235,39 +241,57 @@ class _Key:
         return isinstance(other, _Key) and self.parts == other.parts
 
 
-_kept: OrderedDict[_Key, tuple[Layout, list[int] | None]] = OrderedDict()
-"""Layouts, and the place of each of their tensors in the state; None if the names of the state are in order."""
+class _Kept(NamedTuple):
+    """A layout that is kept, and the shapes of a state that has it, in the order of the state."""
+
+    shapes: list[tuple[int, ...]]
+    layout: Layout
+    order: list[int] | None
+    """The place of each tensor in the state; None if the names of the state are in order."""
+
+
+_kept: OrderedDict[_Key, list[_Kept]] = OrderedDict()
 _lock = threading.Lock()
 
 
 def _layout_of(
-    names: tuple[str, ...], types: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], elements: Any
+    names: tuple[str, ...], types: tuple[Any, ...], read_shapes: Callable[[], Iterable[tuple[int, ...]]], elements: Any
 ) -> tuple[Layout, list[int] | None]:
-    """Return the layout of a state, and the places of its tensors. `elements` returns our element type for one of `types`."""
-    key = _Key(names, types, shapes)
+    """Return the layout of a state, and the places of its tensors. `elements` returns our element type for one of `types`.
+
+    Shapes are compared while they are read. A list of them would be 100,000 objects for Python's garbage collector.
+    """
+    key = _Key(names, types)
     with _lock:
-        found = _kept.get(key)
-        if found is not None:
+        candidates = list(_kept.get(key, ()))
+        if candidates:
             _kept.move_to_end(key)
-            return found
+    for kept in candidates:
+        if all(map(operator.eq, read_shapes(), kept.shapes)):
+            return kept.layout, kept.order
     check_names(names)
+    shapes = list(map(tuple, read_shapes()))
     order = sorted(range(len(names)), key=names.__getitem__)
     ordered = [names[number] for number in order]
     dtypes = [elements(types[number]) for number in order]
-    in_order = [tuple(shapes[number]) for number in order]
-    keys = TensorKeys.of(zip(ordered, dtypes, in_order, strict=True))
-    layout = Layout(ordered, dtypes, in_order, keys)
+    in_order = [shapes[number] for number in order]
+    layout = Layout(ordered, dtypes, in_order, TensorKeys.of(zip(ordered, dtypes, in_order, strict=True)))
+    places = None if order == list(range(len(order))) else order
     with _lock:
-        layout = next((kept for kept, _ in _kept.values() if len(kept.names) == len(names) and kept.is_like(layout)), layout)
-        found = _kept[key] = layout, None if order == list(range(len(order))) else order
-        while sum(len(each.names) for each, _ in _kept.values()) > _MOST_KEPT and len(_kept) > 1:
+        alike = (each.layout for entries in _kept.values() for each in entries if len(each.shapes) == len(shapes))
+        layout = next((known for known in alike if known.is_like(layout)), layout)
+        _kept.setdefault(key, []).append(_Kept(shapes, layout, places))
+        _kept.move_to_end(key)
+        while sum(len(each.shapes) for entries in _kept.values() for each in entries) > _MOST_KEPT and len(_kept) > 1:
             _kept.popitem(last=False)
-    return found
+        while len(_kept[key]) > _MOST_SHAPES:
+            _kept[key].pop(0)
+    return layout, places
 
 
 def _columns_of_arrays(state: State, values: list[NDArray[Any]]) -> Columns:
-    types, shapes = tuple([value.dtype for value in values]), tuple([value.shape for value in values])
-    layout, order = _layout_of(tuple(state), types, shapes, dtype_of_numpy)
+    types, given = tuple([value.dtype for value in values]), values
+    layout, order = _layout_of(tuple(state), types, lambda: map(_shape, given), dtype_of_numpy)
     if order is not None:
         values = [values[number] for number in order]
     addresses, flags = memory_of(values)
@@ -289,7 +313,8 @@ def _columns_of_torch(state: State, values: list[torch.Tensor], known: torch_typ
     try:
         if {value.layout for value in values} != {known.dense} or True in map(known.tensor.is_neg, values):
             return None
-        layout, order = _layout_of(tuple(state), types, tuple([value.shape for value in values]), lambda dtype: known.elements[dtype][0])
+        given = values
+        layout, order = _layout_of(tuple(state), types, lambda: map(known.tensor.size, given), lambda dtype: known.elements[dtype][0])
         if order is not None:
             values = [values[number] for number in order]
         addresses = np.fromiter(map(known.tensor.data_ptr, values), np.uint64, len(values))
