@@ -60,7 +60,7 @@ def measure(elements: int, steps: int, ranks: int = RANKS) -> Table:
     table.check(f"ranks upload the same within 10% ({max(own) / min(own) - 1:.1%} apart)", max(own) < 1.1 * min(own))
     table.check(f"faster than gathering ({medians['gather'] / medians['own']:.1f} times)", medians["own"] < medians["gather"])
     table.notes += [
-        "Seconds are those of the slowest rank until `publish` returns, so they include the work after the commit (steps back, skips). "
+        "Seconds are those of the slowest rank until `publish` returns, so they include the deltas back. Skips are made on a thread. "
         "All ranks share this machine's cores.",
         "Received bytes are weights, without messages of a few kB. For gathering they are computed, not measured. The last column is "
         "computed, too: a rank's copy of its shards, or the gathered state and the publisher's copy of it.",
