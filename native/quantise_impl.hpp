@@ -256,6 +256,9 @@ struct Quantise {
     static constexpr size_t kBatch = 64;         // groups that are processed at a time, in the first-level cache
     static constexpr uint32_t kTileBlocks = 4;   // blocks beside each other whose second pass reads from the second-level cache
 
+    // Bytes of weights that are prefetched, for one use: otherwise they would drive the codes out of the caches, which are encoded next.
+    static constexpr size_t kAhead = 8192;
+
     // Whole blocks whose scales probably stay: their codes are made with the previous scales in the same pass that finds their largest values, so that
     // the weights are read from memory once, in the order of their addresses. Blocks whose scales do not stay are made again.
     template <Source S, bool kPower>
@@ -283,6 +286,8 @@ struct Quantise {
                     const Divisor by(tried[b], reciprocals[b]);
                     U most = found[b];
                     for (uint32_t i = 0; i < kBlockColumns; i += 4 * kWidth) {
+                        for (unsigned at = 0; at < 4 * kWidth * sizeof(Stored<S>); at += 64)
+                            __builtin_prefetch(reinterpret_cast<const uint8_t*>(x + i) + kAhead + at, 0, 0);
                         Codes codes[4];
                         for (unsigned k = 0; k < 4; ++k) {
                             const F value = load<S>(x + i + k * kWidth), q = Isa::fma(value, by.reciprocal, Isa::mul(value, by.low));
