@@ -20,6 +20,7 @@ from ..format.records.record_parts import CommitRef, RecipeRecord
 from ..format.records.version_records import Commit
 from ..quantise import QuantisedLayout
 from ..tensors.bits import State
+from ..tensors.columns import in_columns
 from .advice import continues
 from .attachments.stored_files import AttachedFiles
 from .baseline import Baseline
@@ -32,7 +33,7 @@ from .shortcuts.cadence import ChainCost, Speed
 from .snapshots import Arrays, SnapshotMemory, copy_tensors, new_arrays
 from .upload.checkpoint_files import lay_out
 from .upload.data_objects import DataLocation, upload_checkpoint, upload_update
-from .upload.segments import Segment, TensorTable, cut_segments
+from .upload.segments import Segment, TensorTable, cut_segments, part_of_state
 from .writer_options import WriterOptions
 
 
@@ -244,11 +245,11 @@ class Appender:
                 for index in range(len(segments)):
                     make([index])
         quantising = 0.0 if publication.layout is None else time.perf_counter() - start
-        own = arrays
+        own = in_columns(arrays)
         layout = lay_out(table, segments, shard_bytes=self._options.shard_bytes)
 
-        def segment(index: int) -> Arrays:
-            return {name: own[name] for name in table.names_of(segments[index])}
+        def segment(index: int) -> State:
+            return part_of_state(own, table, segments[index])
 
         done = upload_checkpoint(self._location(), layout, segment, self._threads)
         self.speed = self.speed.observe(sent=done.size, send_seconds=done.seconds)

@@ -43,6 +43,9 @@ def new_arrays(table: TensorTable, state: State, device: SnapshotDevice) -> Arra
     Its contents are undefined.
     """
     each = zip(table.names, table.dtypes, table.shapes, strict=True)
+    columns = Columns.of(state)
+    if columns is not None and not columns.is_on_gpu:
+        return {name: np.empty(shape, dtype.numpy) for name, dtype, shape in each}
     return {name: new_array(dtype, shape, tensor_bits(name, state[name]).bits, device) for name, dtype, shape in each}
 
 

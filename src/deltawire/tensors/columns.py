@@ -47,8 +47,17 @@ class Layout:
     names: list[str]
     dtypes: list[DType]
     shapes: list[tuple[int, ...]]
-    keys: TensorKeys
+    _whole: tuple[Layout, slice] | None = None
+    """The layout that this is a part of, and which part."""
     _parts: dict[tuple[int, int], Layout] = field(default_factory=dict)
+
+    @cached_property
+    def keys(self) -> TensorKeys:
+        """The contribution of names, types and shapes to digests."""
+        if self._whole is None:
+            return TensorKeys.of(zip(self.names, self.dtypes, self.shapes, strict=True))
+        whole, some = self._whole
+        return TensorKeys(whole.keys.tags[some], whole.keys.seeds[some])
 
     def part(self, first: int, count: int) -> Layout:
         """Return the layout of `count` tensors from number `first` on."""
@@ -57,8 +66,8 @@ class Layout:
         found = self._parts.get((first, count))
         if found is None:
             some = slice(first, first + count)
-            keys = TensorKeys(self.keys.tags[some], self.keys.seeds[some])
-            found = self._parts.setdefault((first, count), Layout(self.names[some], self.dtypes[some], self.shapes[some], keys))
+            part = Layout(self.names[some], self.dtypes[some], self.shapes[some], (self, some))
+            found = self._parts.setdefault((first, count), part)
         return found
 
     def is_like(self, other: Layout) -> bool:
@@ -275,7 +284,7 @@ def _layout_of(
     ordered = [names[number] for number in order]
     dtypes = [elements(types[number]) for number in order]
     in_order = [shapes[number] for number in order]
-    layout = Layout(ordered, dtypes, in_order, TensorKeys.of(zip(ordered, dtypes, in_order, strict=True)))
+    layout = Layout(ordered, dtypes, in_order)
     places = None if order == list(range(len(order))) else order
     with _lock:
         alike = (each.layout for entries in _kept.values() for each in entries if len(each.shapes) == len(shapes))

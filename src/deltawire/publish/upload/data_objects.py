@@ -21,7 +21,6 @@ from ...store.keys import data_key, parse_data_key
 from ...tensors.bits import State, UnwrittenTensor
 from ...tensors.gpu_handover import on_side_stream
 from ...tensors.state import state_digest
-from ..snapshots import Arrays
 from .checkpoint_files import Layout, SegmentSource, Shard
 from .segments import Segment
 
@@ -230,8 +229,8 @@ def upload_checkpoint(location: DataLocation, layout: Layout, source: SegmentSou
     uploads = Uploads(location.pool)
     seen: set[int] = set()
 
-    def digested(index: int) -> Arrays:
-        arrays = dict(source(index))
+    def digested(index: int) -> State:
+        arrays = source(index)
         if index not in seen:
             seen.add(index)
             with on_side_stream(arrays):
