@@ -19,8 +19,8 @@ from deltawire.tensors.bits import State
 
 ROWS, COLUMNS = 2048, 4096
 THREADS = 2
-SEGMENT = 2
-"""Weights that are quantised and encoded at a time: 16 M elements, so that their codes are still in the cache when they are encoded."""
+SEGMENT = 4
+"""The number of weights that are quantised and encoded at a time: 32 M elements. With fewer, one thread codes all changes."""
 
 
 @dataclass
