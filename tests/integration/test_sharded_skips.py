@@ -168,6 +168,31 @@ def test_no_call_waits_for_a_skip_or_an_anchor():
     assert verify(store, deep=True).problems == []
 
 
+def test_an_anchor_fails_without_harm_if_the_next_version_has_other_tensors(caplog):
+    before, events, store = states(2), [], SlowShortcuts()
+    after = [{**state, "more": np.ones(5, np.float32)} for state in before]
+    # Small files are uploaded one after the other, so the threads still need most of the version when the baselines are freed.
+    options = WriterOptions(threads=1, anchor_policy=AnchorPolicy(min_versions=1, max_versions=1), shard_bytes=4096, segment_bytes=4096)
+
+    def work(ranks):
+        report = events.append if ranks.rank == 0 else None
+        with ShardedPublisher(ranks, store, options=options, on_event=report) as publisher:
+            for state in before:
+                publisher.publish(shards_of(state, ranks.rank, 2))
+            if ranks.rank == 0:
+                assert store.waiting.acquire(timeout=120)  # the anchor of the second version is being made
+            publisher.publish(shards_of(after[0], ranks.rank, 2))
+            store.may_go_on.set()
+            publisher.flush()
+            publisher.publish(shards_of(after[1], ranks.rank, 2))
+
+    assert run_ranks(2, work) == [None, None]
+    assert [(event.fields["kind"], event.fields["seq"]) for event in events if event.name == "shortcut-failed"] == [("anchor", 2)]
+    assert [event.fields["seq"] for event in events if event.name == "anchored"] == [4]
+    assert caplog.records == []
+    assert follow(store)[0] == bits_of(after[1])
+
+
 def test_a_rank_that_ends_by_an_error_does_not_wait_for_the_shortcuts_of_others():
     store, gone, waited = MemoryStore(), threading.Event(), []
 

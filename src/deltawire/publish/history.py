@@ -93,6 +93,11 @@ class History:
         self._composing.clear()
         self._positions = {origin.seq: 0}
 
+    def forget(self) -> None:
+        """Drop all reverse deltas, and all versions with them: even the newest one cannot be read any more."""
+        self.restart(self.here)
+        self._positions.clear()
+
     def begin_composing(self) -> int | None:
         """Return the present position if compositions are due, and keep what they need until `end_composing`. Otherwise return None.
 

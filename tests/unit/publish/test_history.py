@@ -211,3 +211,14 @@ def test_without_memory_of_the_past_there_is_nothing_to_compose():
         moved(baseline, state, seq, swap=False, remember=False)
         assert composed_now(baseline) == []
     assert baseline.history_bytes == 0
+
+
+def test_a_history_that_forgets_does_not_even_lead_to_the_newest_version():
+    history = History(ref(0), 1000)
+    advance(history, 5)
+    history.hold()
+    history.forget()
+    for seq in (0, 4, 5):
+        with pytest.raises(HistoryDropped):
+            history.deltas_back(seq)
+    history.release(5)

@@ -59,7 +59,7 @@ class PartsBaseline(Baseline):
         """Free all memory. Threads that still read held versions get `HistoryDropped`."""
         with self._lock:
             self.intact = False
-            self._history.restart(self._history.here)
+            self._history.forget()
             self.arrays = {}
 
     def _cut(self, arrays: Arrays) -> tuple[TensorTable, tuple[Segment, ...]]:
