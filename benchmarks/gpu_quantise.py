@@ -11,8 +11,10 @@ one code of fp8 in a thousand changes. Times are medians by the clock of the hos
 from __future__ import annotations
 
 import argparse
+import cProfile
 import dataclasses
 import json
+import pstats
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -115,7 +117,7 @@ class Model:
         return found
 
 
-def measure(recipe: str, dtype: torch.dtype, elements: int, *, publishes: bool) -> Row:
+def measure(recipe: str, dtype: torch.dtype, elements: int, *, publishes: bool = False, profiles: bool = False) -> Row:
     model = Model(recipe, dtype, elements)
     row = Row(recipe, str(dtype).removeprefix("torch."), len(model.masters) * ROWS * COLUMNS)
     row.read_ms = median_ms(lambda: [tensor.max() for tensor in model.masters.values()])
@@ -135,6 +137,10 @@ def measure(recipe: str, dtype: torch.dtype, elements: int, *, publishes: bool) 
     row.batched_ms = median_ms(lambda: model.delta(batches))
     row.scales_ms = median_ms(lambda: [model.quantise(batch, model.published, written=False) for batch in batches])
     kernels_ms(lambda: model.delta(batches), row.kernels)
+    if profiles:
+        profile = cProfile.Profile()
+        profile.runcall(model.delta, batches)
+        pstats.Stats(profile).sort_stats("tottime").print_stats(25)
     if publishes:
         row.publish_ms = publish(model, recipe)
     return row
@@ -178,15 +184,16 @@ def main() -> None:
     parser.add_argument("--elements", type=float, default=8.2e9)
     parser.add_argument("--recipes", default="fp8-block,nvfp4,fp8-channel,fp8-tensor,mxfp4,int4")
     parser.add_argument("--publish", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="print what takes the host's time while a delta is made")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
-    for recipe in arguments.recipes.split(","):
-        for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32):
+        for recipe in arguments.recipes.split(","):
             if dtype == torch.float32 and recipe not in ("fp8-block", "nvfp4"):
                 continue
             publishes = arguments.publish and dtype == torch.bfloat16 and recipe in ("fp8-block", "nvfp4")
-            row = measure(recipe, dtype, int(arguments.elements), publishes=publishes)
+            row = measure(recipe, dtype, int(arguments.elements), publishes=publishes, profiles=arguments.profile)
             torch.cuda.empty_cache()
             rows.append({key: round(value, 4) if isinstance(value, float) else value for key, value in dataclasses.asdict(row).items()})
             print(json.dumps(rows[-1]), flush=True)

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 
 from ..codec import join_pieces
 from ..codec.base import Buffer, Codec, EncodedGroup, EncodeGroup
+from ..codec.bits import QuantisedBits
 from ..dtypes import PAYLOAD_TYPES, PayloadType, payload_type
 from ..errors import UnsupportedTensor
 from ..format.checkpoints.staged_output import StagedOutput
 from ..format.delta_file import Parts, Structure
 from ..format.delta_files import grouped
 from ..format.digest import Digest
-from ..tensors.bits import State, TensorBits, keys_of, named_bits
+from ..tensors.bits import State, TensorBits, UnwrittenTensor, keys_of, named_bits
 from ..tensors.casting import Casting, Casts, WireDType
 from ..tensors.columns import Columns
 from ..tensors.names import check_names
@@ -179,7 +180,35 @@ def _write(work: _Work, found: Sequence[EncodedGroup], threads: int, write: Call
 
 def _work_on(base: State, new: State, casting: Casting | None, threads: int) -> _Work:
     is_cast = casting is not None and casting.is_given
-    return (None if is_cast else _work_on_columns(base, new, threads)) or _work_on_pairs(base, new, casting if is_cast else None, threads)
+    if not is_cast:
+        work = _work_on_unwritten(base, new) if UnwrittenTensor in set(map(type, new.values())) else _work_on_columns(base, new, threads)
+        if work is not None:
+            return work
+    return _work_on_pairs(base, new, casting if is_cast else None, threads)
+
+
+def _work_on_unwritten(base: State, new: State) -> _Work | None:
+    """Return the work on a base of plain tensors and on the same tensors, some of which are not written; None for all others."""
+    old = Columns.of(base)
+    if old is None or len(new) != len(old) or not all(map(new.__contains__, old.layout.names)):
+        return None
+    layout = old.layout
+    tensors = [named_bits(name, new[name]) for name in layout.names]
+    if [tensor.dtype for tensor in tensors] != layout.dtypes or [tensor.shape for tensor in tensors] != layout.shapes:
+        return None
+    plain = [tensor.address for tensor in tensors if not isinstance(tensor.source, QuantisedBits) and tensor.size]
+    if len(set(plain)) < len(plain) or any(tensor.whole is not None for tensor in tensors):
+        return None
+    jobs = [
+        (
+            grouped.group_id(kind.code),
+            EncodeGroup(kind, old.take(numbers), [tensors[number].bits for number in numbers.tolist()], layout.keys.seeds[numbers]),
+        )
+        for kind, numbers in layout.groups
+    ]
+    start = grouped.start_of_body(len(tensors), Structure(), None, (), {})
+    elements = sum(kind.per_element * int(layout.sizes[numbers].sum()) for kind, numbers in layout.groups)
+    return _Work(codec_for(tensors), jobs, start, layout.keys.tag(), layout.keys.tag(), int(layout.nbytes.sum()), elements)
 
 
 def _work_on_columns(base: State, new: State, threads: int) -> _Work | None:

@@ -99,9 +99,13 @@ def quantise_outputs(
         from .gpu.quantiser import GpuQuantiser
         from .whole_weights import WholeWeights, with_groups
 
-        weights = with_groups(layout, weights)
-        whole = WholeWeights(layout, weights)
-        if may_be_unwritten and can_be_quantised_as_read(weights, state, device):
+        are_all = len(weights) == len(plan.weights)
+        if are_all and plan.on_gpu is not None:
+            whole = plan.on_gpu
+        else:
+            whole = WholeWeights(layout, with_groups(layout, weights))
+            plan.on_gpu = whole if are_all else None
+        if may_be_unwritten and can_be_quantised_as_read(whole.weights, state, device):
             found |= whole.quantise(ScaleQuantiser(device), work.source, previous, given, device, makes_codes=False)
         else:
             found |= whole.quantise(GpuQuantiser(device), work.source, previous, given, device)
@@ -133,6 +137,8 @@ class _Plan:
 
     weights: list[QuantisedWeight]
     whole: WholeWeights | None = None
+    on_gpu: WholeWeights | None = None
+    """The weights, and all that share a scale with them."""
 
 
 def _plan_of(layout: QuantisedLayout, names: tuple[str, ...]) -> _Plan:

@@ -64,7 +64,7 @@ class WholeWeights:
 
     def __init__(self, layout: QuantisedLayout, weights: list[QuantisedWeight]) -> None:
         self._layout = layout
-        self._weights = weights
+        self.weights = weights
         roles: list[Role] = [role for role in weights[0].outputs if role != "shape"] if weights else []
         self._forms: dict[Role, list[Output]] = {role: [layout.outputs[weight.outputs[role]] for weight in weights] for role in roles}
         self._sources = {weight.source: weight.is_transposed for weight in weights}
@@ -105,7 +105,7 @@ class WholeWeights:
             Whether there are tensors of codes. If not, `UnwrittenTensor`s stand for them, and for scales of one byte. The quantiser must be
             a `ScaleChooser` then.
         """
-        if not self._weights:
+        if not self.weights:
             return {}
         memory = _HostMemory() if device is None else _DeviceMemory(device)
         rows = [memory.rows(source_of(name), is_transposed) for name, is_transposed in self._sources.items()]
@@ -119,7 +119,7 @@ class WholeWeights:
 
         def column(arrays: list[Array] | None) -> NDArray[np.uint64]:
             if arrays is None:
-                return np.zeros(len(self._weights), np.uint64)
+                return np.zeros(len(self.weights), np.uint64)
             return np.array([0 if array is None else memory.address(array) for array in arrays], np.uint64)
 
         table = WeightTable(
@@ -137,7 +137,7 @@ class WholeWeights:
         )
         bad = quantiser.quantise_weights(self._layout.recipe, table)
         if bad is not None:
-            weight = self._weights[bad]
+            weight = self.weights[bad]
             part = rows[self._source_of[bad]][weight.first_row : weight.first_row + weight.rows]
             raise nonfinite_weight(weight.source, memory.count_nonfinite(part, weight))
         self._add_shapes(memory, out, found)
@@ -145,7 +145,7 @@ class WholeWeights:
             for form, array in zip(self._forms[role], arrays, strict=True):
                 if form.name not in found:  # the tensor of `out` cannot be written in place
                     self._write(memory, form, array, out, found)
-        for number, part in enumerate(self._weights if unwritten else []):
+        for number, part in enumerate(self.weights if unwritten else []):
             weights = rows[self._source_of[number]][part.first_row : part.first_row + part.rows]
             global_scale = targets["global_scale"][number] if "global_scale" in targets else None
             if "scale" in unwritten:
@@ -166,7 +166,7 @@ class WholeWeights:
 
         Python does little for each weight, because models have up to 100,000 of them.
         """
-        if not self._weights or any(self._sources.values()):
+        if not self.weights or any(self._sources.values()):
             return None  # there is nothing to do, or a source to transpose
         plain = self._plain
         sources = plain["source"].read(state)
@@ -183,20 +183,20 @@ class WholeWeights:
         targets = {role: plain[role].memory(arrays, is_written=True) for role, arrays in made.items()}
         if sources is None or None in targets.values() or (old is not None and None in old.values()):
             return None
-        fresh = np.zeros(len(self._weights), np.bool_)
+        fresh = np.zeros(len(self.weights), np.bool_)
         if old is not None and self._layout.recipe.shares_scales:
             shared = old["global_scale" if "global_scale" in old else "scale"]
             assert shared is not None
             values = np.array([array[0] for array in shared.bits])
             _, first = np.unique(self._groups, return_index=True)
-            of_group = np.zeros(len(self._weights), np.int64)
+            of_group = np.zeros(len(self.weights), np.int64)
             of_group[self._groups[first]] = first
             differs = values != values[of_group[self._groups]]
             fresh = np.isin(self._groups, self._groups[differs])
 
         def column(role: Role, memory: Mapping[Role, _Memories | None] | None) -> NDArray[np.uint64]:
             found = None if memory is None else memory.get(role)
-            return np.zeros(len(self._weights), np.uint64) if found is None else found.addresses
+            return np.zeros(len(self.weights), np.uint64) if found is None else found.addresses
 
         strides = (self._columns * _ITEMSIZES[self._types]).astype(np.int64)
         table = WeightTable(
@@ -236,9 +236,9 @@ class WholeWeights:
 
     def _add_shapes(self, memory: _Memory, out: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
         """Put the outputs that are shapes into `found`, if the recipe has them."""
-        if "shape" in self._weights[0].outputs:
+        if "shape" in self.weights[0].outputs:
             shapes = memory.upload(np.stack([self._rows, self._columns], axis=1))
-            for weight, shape in zip(self._weights, shapes, strict=True):
+            for weight, shape in zip(self.weights, shapes, strict=True):
                 self._write(memory, self._layout.outputs[weight.outputs["shape"]], shape, out, found)
 
     def _write(self, memory: _Memory, form: Output, array: Array, out: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from ...codec.bits import ScalesOnDevice, on_gpu
-from ...tensors.bits import State, TensorBits, tensor_bits
+from ...codec.bits import ScalesOnDevice
+from ...tensors import torch_types
+from ...tensors.bits import State
 from ..layout import QuantisedWeight
 from ..recipe import Recipe
 from ..weight_table import WeightTable
@@ -40,15 +42,16 @@ class ScaleQuantiser(GpuQuantiser):
 
 def can_be_quantised_as_read(weights: Iterable[QuantisedWeight], state: State, device: torch.device) -> bool:
     """Tell whether the codec's kernels on a GPU can quantise all of these weights where they are."""
-    sources: dict[str, TensorBits] = {}
+    addresses: dict[str, int] = {}
     for weight in weights:
-        if weight.source not in state or weight.is_transposed or weight.columns % _VECTOR:
+        if weight.is_transposed or weight.columns % _VECTOR:
             return False
-        source = sources.get(weight.source)
-        if source is None:
-            source = sources[weight.source] = tensor_bits(weight.source, state[weight.source])
-            if not (on_gpu(source.bits) and source.bits.device == device and source.is_contiguous):
+        address = addresses.get(weight.source)
+        if address is None:
+            source: Any = state.get(weight.source)
+            if not (torch_types.is_torch(source) and torch_types.gpu_of(source) == device and source.is_contiguous()):
                 return False
-        if (source.address + weight.first_row * weight.columns * weight.dtype.itemsize) % _ALIGNMENT:
+            address = addresses[weight.source] = source.data_ptr()
+        if (address + weight.first_row * weight.columns * weight.dtype.itemsize) % _ALIGNMENT:
             return False
     return True
