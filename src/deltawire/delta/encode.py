@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -146,6 +146,8 @@ class _Work:
     weight_bytes: int
     elements: int
     adds_tensors: bool = False
+    checks: Collection[Callable[[], None]] = ()
+    """The checks of all `UnwrittenTensor`s."""
 
 
 def _encode(
@@ -160,6 +162,8 @@ def _encode(
 
 def _write(work: _Work, found: Sequence[EncodedGroup], threads: int, write: Callable[[Buffer], object]) -> tuple[bytes, DeltaSummary]:
     """Do what `_encode` does, with groups that are encoded already."""
+    for check in work.checks:
+        check()
     before, after = work.before, work.after
     body: list[Buffer] = [work.start]
     changed = tensors_changed = 0
@@ -208,7 +212,12 @@ def _work_on_unwritten(base: State, new: State) -> _Work | None:
     ]
     start = grouped.start_of_body(len(tensors), Structure(), None, (), {})
     elements = sum(kind.per_element * int(layout.sizes[numbers].sum()) for kind, numbers in layout.groups)
-    return _Work(codec_for(tensors), jobs, start, layout.keys.tag(), layout.keys.tag(), int(layout.nbytes.sum()), elements)
+    tag = layout.keys.tag()
+    return _Work(codec_for(tensors), jobs, start, tag, tag, int(layout.nbytes.sum()), elements, checks=_checks(new))
+
+
+def _checks(new: State) -> Collection[Callable[[], None]]:
+    return {tensor.check for tensor in new.values() if isinstance(tensor, UnwrittenTensor)}
 
 
 def _work_on_columns(base: State, new: State, threads: int) -> _Work | None:
@@ -265,7 +274,7 @@ def _work_on_pairs(base: State, new: State, casting: Casting | None, threads: in
     dtypes = {tensor.name: tensor.dtype for tensor in pairs.new} if parts is not None else {}
     start = grouped.start_of_body(len(pairs.new), structure, parts, names, dtypes)
     jobs = [(group, _encode_group(kind, members, pairs, keys.seeds)) for group, kind, members in groups]
-    return _Work(codec, jobs, start, before, after, sum(tensor.nbytes for tensor in pairs.new), elements, bool(added))
+    return _Work(codec, jobs, start, before, after, sum(tensor.nbytes for tensor in pairs.new), elements, bool(added), _checks(new))
 
 
 def _groups(pairs: _Pairs, aliases: Mapping[str, str]) -> list[tuple[int, PayloadType, list[int]]]:

@@ -46,7 +46,9 @@ class TableQuantiser(Protocol):
 
 
 class ScaleChooser(TableQuantiser, Protocol):
-    """Chooses only scales, and does not write scales of one byte: `ScaleQuantiser`."""
+    """Starts to choose scales, and does not write scales of one byte: `ScaleQuantiser`."""
+
+    def first_nonfinite(self) -> int | None: ...
 
     def unwritten_scales(self, number: int, global_scale: torch.Tensor | None, previous: torch.Tensor | None) -> ScalesOnDevice: ...
 
@@ -135,11 +137,17 @@ class WholeWeights:
             column(before.get("global_scale")),
             self._groups,
         )
-        bad = quantiser.quantise_weights(self._layout.recipe, table)
-        if bad is not None:
-            weight = self.weights[bad]
-            part = rows[self._source_of[bad]][weight.first_row : weight.first_row + weight.rows]
-            raise nonfinite_weight(weight.source, memory.count_nonfinite(part, weight))
+
+        def refuse(bad: int | None) -> None:
+            if bad is not None:
+                weight = self.weights[bad]
+                part = rows[self._source_of[bad]][weight.first_row : weight.first_row + weight.rows]
+                raise nonfinite_weight(weight.source, memory.count_nonfinite(part, weight))
+
+        def check() -> None:
+            refuse(cast("ScaleChooser", quantiser).first_nonfinite())
+
+        refuse(quantiser.quantise_weights(self._layout.recipe, table))
         self._add_shapes(memory, out, found)
         for role, arrays in targets.items():
             for form, array in zip(self._forms[role], arrays, strict=True):
@@ -156,7 +164,7 @@ class WholeWeights:
             for role in unwritten:
                 form = self._forms[role][number]
                 facts = form.shape, form.dtype.itemsize, self._facts(part)
-                found[form.name] = UnwrittenTensor(QuantisedBits(weights, *facts, scales, makes_scales=role == "scale"), form.dtype)
+                found[form.name] = UnwrittenTensor(QuantisedBits(weights, *facts, scales, makes_scales=role == "scale"), form.dtype, check)
         return found
 
     def quantise_arrays(

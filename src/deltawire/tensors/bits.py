@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -75,10 +75,13 @@ class UnwrittenTensor:
         What the elements are made from.
     dtype
         The type of the elements.
+    check
+        Raises if the elements cannot be made from `bits`. It is called when they are encoded, because it waits for the GPU.
     """
 
     bits: DeviceBits
     dtype: DType
+    check: Callable[[], None]
 
 
 @dataclass(slots=True)  # a frozen dataclass would take three times as long to make

@@ -13,7 +13,7 @@ from ...tensors.bits import State
 from ..layout import QuantisedWeight
 from ..recipe import Recipe
 from ..weight_table import WeightTable
-from .quantiser import GpuQuantiser
+from .quantiser import GpuQuantiser, PendingQuantisation
 
 _ALIGNMENT = 16
 _VECTOR = 8
@@ -25,19 +25,30 @@ class ScaleQuantiser(GpuQuantiser):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._changed: list[torch.Tensor] | None = None
-        self._fresh: torch.Tensor | None = None
+        self._pending: PendingQuantisation | None = None
+        self._is_done = False
+        self._bad: int | None = None
 
     def quantise_weights(self, recipe: Recipe, weights: WeightTable) -> int | None:
-        pending = self.start(recipe, weights, makes_codes=False, makes_scales=bool(weights.scales.any()))
-        self._changed, self._fresh = pending.changed, pending.fresh
-        return pending.first_nonfinite()
+        """Start to choose scales, and return None. `first_nonfinite` tells whether all weights are finite."""
+        self._pending = self.start(recipe, weights, makes_codes=False, makes_scales=bool(weights.scales.any()))
+        self._is_done = False
+        return None
+
+    def first_nonfinite(self) -> int | None:
+        """Wait, and return the number of a weight that has an element that is NaN or infinite, or None. It waits only once."""
+        if not self._is_done and self._pending is not None:
+            self._bad = self._pending.first_nonfinite()
+            self._is_done = True
+        return self._bad
 
     def unwritten_scales(self, number: int, global_scale: torch.Tensor | None, previous: torch.Tensor | None) -> ScalesOnDevice:
         """Describe the scales of a weight that the last call did not write."""
-        assert self._changed is not None
-        fresh = None if self._fresh is None else self._fresh[number : number + 1]
-        return ScalesOnDevice(None, global_scale, previous, self._changed[number], fresh)
+        pending = self._pending
+        assert pending is not None
+        assert pending.changed is not None
+        fresh = None if pending.fresh is None else pending.fresh[number : number + 1]
+        return ScalesOnDevice(None, global_scale, previous, pending.changed[number], fresh)
 
 
 def can_be_quantised_as_read(weights: Iterable[QuantisedWeight], state: State, device: torch.device) -> bool:
