@@ -101,10 +101,10 @@ def start_of_group(group: int, size: int) -> bytes:
     return to_varint(group) + to_varint(size)
 
 
-def header(before: Digest, after: Digest, body: Iterable[Buffer], *, threads: bool) -> bytes:
-    """Return the bytes before the body, which is given in pieces."""
+def header(before: Digest, after: Digest, body: Sequence[Buffer], *, threads: bool) -> bytes:
+    """Return the bytes before the body, which is given in pieces. With `threads`, several threads hash a body that is large."""
     digests = _bytes(before) + _bytes(after)
-    hasher = new_hash(threads=threads)
+    hasher = new_hash(threads=threads and sum(map(len, body)) >= _WORTH_THREADS)
     hasher.update(digests)
     for piece in body:
         hasher.update(piece)
