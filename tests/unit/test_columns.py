@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from types import MappingProxyType
 
 import numpy as np
@@ -97,6 +98,14 @@ def test_equal_layouts_are_one_object_whatever_the_order_of_names():
     state = sample()
     backwards = dict(reversed(state.items()))
     assert Columns.of(state).layout is Columns.of(backwards).layout
+
+
+def test_few_layouts_are_kept_of_states_that_always_have_new_names(monkeypatch):
+    monkeypatch.setattr(columns, "_MOST_STATES", 3)
+    monkeypatch.setattr(columns, "_kept", OrderedDict())
+    for number in range(5):
+        assert Columns.of({f"layer.{number}": np.zeros(4)}).layout.names == [f"layer.{number}"]
+    assert [key.parts[0] for key in columns._kept] == [("layer.2",), ("layer.3",), ("layer.4",)]
 
 
 def test_states_of_other_shapes_have_other_layouts(monkeypatch):

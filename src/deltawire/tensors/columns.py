@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 _MOST_KEPT = 1 << 19
 """Layouts are kept for this many tensors in total."""
 
+_MOST_STATES = 512
+"""Layouts are kept for states of this many different names or types. Each new one is compared with all that are kept."""
+
 _MOST_SHAPES = 4
 """The most layouts that are kept of states with the same names and types, but other shapes."""
 
@@ -291,11 +294,15 @@ def _layout_of(
         layout = next((known for known in alike if known.is_like(layout)), layout)
         _kept.setdefault(key, []).append(_Kept(shapes, layout, places))
         _kept.move_to_end(key)
-        while sum(len(each.shapes) for entries in _kept.values() for each in entries) > _MOST_KEPT and len(_kept) > 1:
+        while len(_kept) > _MOST_STATES or (_kept_tensors() > _MOST_KEPT and len(_kept) > 1):
             _kept.popitem(last=False)
         while len(_kept[key]) > _MOST_SHAPES:
             _kept[key].pop(0)
     return layout, places
+
+
+def _kept_tensors() -> int:
+    return sum(len(each.shapes) for entries in _kept.values() for each in entries)
 
 
 def _columns_of_arrays(state: State, values: list[NDArray[Any]]) -> Columns:
