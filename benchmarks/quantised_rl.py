@@ -1,11 +1,10 @@
 """GRPO with quantised policies: the reward after equal steps, and the mismatch, with and without importance weights.
 
     python benchmarks/quantised_rl.py                                 # the demo's model, on the CPU
-    python benchmarks/quantised_rl.py --model large --device cuda --processes    # 107 M weights, on a GPU, with one process for each run
+    python benchmarks/quantised_rl.py --model large --device cuda     # 107 M weights, on a GPU
 
 All runs start from the same pre-trained weights and draw the same prompts. They take turns, one step at a time, until the steps or the
-seconds are over. With processes they run at the same time, and steps that not all of them have reached are left out. So all runs have the
-same number of steps. A step is synchronous: the policy that draws the tokens has the weights of
+seconds are over, so all runs have the same number of steps. A step is synchronous: the policy that draws the tokens has the weights of
 the trainer, quantised. It computes in bfloat16, and the trainer computes in float32 (on a GPU: TF32).
 
 On a CPU the policy is quantised by `quantise_state`, with scales that stay, and dequantised as a member does it. On a GPU it is computed
@@ -18,9 +17,7 @@ import argparse
 import copy
 import json
 import random
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -235,56 +232,19 @@ def measure(
     seconds: float = 3600.0,
     pretraining: int | None = None,
     names: Sequence[str] = RUNS,
-    processes: bool = False,
 ) -> Table:
     """Make all runs, for this many steps or until the seconds are over."""
     began = time.time()
     deadline = began + seconds
     size = SIZES[model_name]
-    with tempfile.TemporaryDirectory() as folder:
-        start = Path(folder, "start.pt")
-        common = ["--model", model_name, "--device", device, "--steps", str(steps), "--child", str(start), "--deadline", str(deadline)]
-        children = [_child([*common, "--runs", name]) for name in names] if processes else []
-        model = new_model(size, device)
-        weights = sum(weight.numel() for weight in model.parameters())
-        loss = pretrain(model, size, size.pretraining_steps if pretraining is None else pretraining)
-        print(f"{weights:,} weights, loss {loss:.2f} nats per letter after {time.time() - began:.0f} s", flush=True)
-        if children:
-            torch.save(model.state_dict(), start.with_suffix(".part"))
-            start.with_suffix(".part").rename(start)
-            done = {name: found for name, child in zip(names, children, strict=True) if (found := _outcome(name, child))}
-        else:
-            runs = [Run.of(name, model, size) for name in names]
-            take_turns(runs, size, steps, deadline)
-            done = {run.name: run.steps for run in runs}
+    model = new_model(size, device)
+    weights = sum(weight.numel() for weight in model.parameters())
+    loss = pretrain(model, size, size.pretraining_steps if pretraining is None else pretraining)
+    print(f"{weights:,} weights, loss {loss:.2f} nats per letter after {time.time() - began:.0f} s", flush=True)
+    runs = [Run.of(name, model, size) for name in names]
+    take_turns(runs, size, steps, deadline)
+    done = {run.name: run.steps for run in runs}
     return _table(model_name, weights, device, done)
-
-
-def _child(arguments: list[str]) -> subprocess.Popen[str]:
-    """Start a process for one run. It imports everything while the model is pre-trained."""
-    return subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
-
-
-def _outcome(name: str, child: subprocess.Popen[str]) -> list[dict[str, float]]:
-    """Wait for a process, and return what it has measured. It is nothing if the process has failed."""
-    output, _ = child.communicate()
-    if child.returncode:
-        print(f"the run {name} failed, and is left out", flush=True)
-        return []
-    found: list[dict[str, float]] = json.loads(output.splitlines()[-1])
-    return found
-
-
-def be_child(arguments: argparse.Namespace) -> None:
-    """Make one run from saved weights, and print what was measured in each step as JSON."""
-    size = SIZES[arguments.model]
-    model = new_model(size, arguments.device)
-    while not arguments.child.exists():
-        time.sleep(0.1)
-    model.load_state_dict(torch.load(arguments.child, map_location=arguments.device))
-    run = Run.of(arguments.runs[0], model, size)
-    take_turns([run], size, arguments.steps, arguments.deadline)
-    print(json.dumps(run.steps), flush=True)
 
 
 def _table(model_name: str, weights: int, device: str, steps: dict[str, list[dict[str, float]]]) -> Table:
@@ -330,17 +290,11 @@ def main() -> None:
     parser.add_argument("--pretraining", type=int, default=None, metavar="STEPS")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="recipes; with a minus, without importance weights")
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--processes", action="store_true", help="make all runs at the same time, each in its own process")
     parser.add_argument("--json", type=Path, default=None, help="write the table to this file, and not into the documentation")
-    parser.add_argument("--child", type=Path, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--deadline", type=float, default=0.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    if arguments.threads is not None or arguments.child is not None:
-        torch.set_num_threads(arguments.threads or 1)
-    if arguments.child is not None:
-        be_child(arguments)
-        return
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
     table = measure(
         arguments.model,
         device=arguments.device,
@@ -348,7 +302,6 @@ def main() -> None:
         seconds=arguments.seconds,
         pretraining=arguments.pretraining,
         names=arguments.runs,
-        processes=arguments.processes,
     )
     show(table)
     if arguments.json is not None:
