@@ -294,7 +294,7 @@ def test_no_publication_waits_for_shortcuts(background):
     assert_chain_holds(store, states)
 
 
-def test_the_thread_of_shortcuts_survives_errors_and_reports_what_ends_it(caplog):
+def test_the_thread_of_shortcuts_survives_errors_and_raises_once_what_is_no_exception(caplog):
     jobs, done = JobThread("jobs"), []
 
     def fail(error):
@@ -306,9 +306,18 @@ def test_the_thread_of_shortcuts_survives_errors_and_reports_what_ends_it(caplog
     jobs.wait(120)
     assert done == [1]
     assert "harmless" in caplog.text
-    jobs.do(lambda: fail(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
+    jobs.do(lambda: fail(SystemExit("from a listener")))
+    jobs.do(lambda: done.append(2))
+    with pytest.raises(SystemExit):
         jobs.wait(120)
+    assert done == [1, 2]
+    assert "from a listener" in caplog.text
+    jobs.wait(120)  # it is raised once
+    jobs.do(lambda: fail(KeyboardInterrupt()))
+    jobs.do(lambda: done.append(3))
+    with pytest.raises(KeyboardInterrupt):
+        jobs.close()
+    assert done == [1, 2, 3]
     jobs.close()
 
 

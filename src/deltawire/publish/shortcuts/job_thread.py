@@ -15,6 +15,8 @@ Job = Callable[[], None]
 class JobThread:
     """A thread that does one job after the other. It logs the error of a job that fails, and continues with the next.
 
+    An error that is no `Exception`, such as `SystemExit` from a listener, is also raised once, by the next `wait` or `close`.
+
     The thread starts with the first job. It does not keep the process from ending, but the end of the process waits for jobs that run.
     """
 
@@ -25,7 +27,8 @@ class JobThread:
         self._is_working = False
         self._closing = self._abandoned = False
         self._thread: threading.Thread | None = None
-        self._broken: BaseException | None = None
+        self._error: BaseException | None = None
+        """The first error that is no `Exception`, until it is raised."""
         wait_at_exit(self)
 
     def do(self, job: Job) -> None:
@@ -40,12 +43,11 @@ class JobThread:
                 self._thread.start()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all jobs are done. Raises TimeoutError. Raises what ended the thread, if that was no `Exception`."""
+        """Wait until all jobs are done. Raises TimeoutError, or once an error of a job that is no `Exception`."""
         with self._changed:
             if not self._changed.wait_for(self._is_idle, timeout):
                 raise TimeoutError(f"skips and anchors are still being made after {timeout:.3g} seconds.")
-            if self._broken is not None:
-                raise self._broken
+        self._raise_error()
 
     def wait_until_idle(self, seconds: float) -> None:
         """Return when all jobs are done, or after this many seconds."""
@@ -60,15 +62,25 @@ class JobThread:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wait until all jobs are done, and end the thread. It does not wait after `abandon`."""
+        """Wait until all jobs are done, and end the thread. Raises an error that is no `Exception`, if `wait` has not raised it.
+
+        After `abandon` it neither waits nor raises.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None and not self._abandoned:
             self._thread.join()
+            self._raise_error()
+
+    def _raise_error(self) -> None:
+        with self._changed:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def _is_idle(self) -> bool:
-        return self._broken is not None or self._abandoned or not (self._jobs or self._is_working)
+        return self._abandoned or not (self._jobs or self._is_working)
 
     def _run(self) -> None:
         while True:
@@ -82,13 +94,11 @@ class JobThread:
                 self._is_working = True
             try:
                 job()
-            except Exception:
+            except BaseException as error:
                 if self._abandoned:
                     return
                 logging.getLogger("deltawire").exception("a job of %s failed", self._name)
-            except BaseException as error:
-                with self._changed:
-                    self._broken = error
-                    self._changed.notify_all()
-                return
+                if not isinstance(error, Exception):
+                    with self._changed:
+                        self._error = self._error or error
             del job  # it holds the baseline
