@@ -18,7 +18,7 @@ from deltawire.engines.weights.dequantised import ModuleForm, holds_codes
 from deltawire.engines.weights.host_copy import HostCopyWeights
 from deltawire.engines.weights.in_place import InPlaceWeights
 from deltawire.engines.weights.live_tensors import LiveTensors
-from deltawire.errors import EngineQuarantined, EngineRefused
+from deltawire.errors import EngineDtypeDiffers, EngineQuarantined, EngineRefused
 from deltawire.events import Event
 from deltawire.format.records.record_parts import RecipeRecord
 from deltawire.publish import Publisher
@@ -207,9 +207,40 @@ def test_fused_experts_are_dequantised_in_place(start: Callable[..., Run], tmp_p
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128}
     run = start("fp8-block", enlarged(transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **experts)).eval()))
     run.publish()
-    live = run.member()
+    live, loaded_once = run.member(), run.load_fresh(tmp_path / "mirror")
+    with run.follow(live) as policy, run.follow(loaded_once) as other:
+        policy.sync()
+        run.publish()
+        policy.sync()
+        other.sync()
+    fresh = run.load_fresh(tmp_path / "mirror")
+    assert torch.equal(logits(live), logits(fresh))
+    assert bits(loaded_once.state_dict()) == bits(fresh.state_dict())
+
+
+def test_a_model_that_transformers_dequantised_when_it_loaded_it_follows(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start("fp8-block")
+    run.publish()
+    live = run.load_fresh(tmp_path / "mirror")
+    before = bits(live.state_dict())
     with run.follow(live) as policy:
         policy.sync()
+        assert bits(live.state_dict()) == before
+        run.publish()
+        policy.sync()
+    fresh = run.load_fresh(tmp_path / "mirror")
+    assert bits(live.state_dict()) == bits(fresh.state_dict()) != before
+    assert torch.equal(logits(live), logits(fresh))
+
+
+def test_scales_of_float32_masters_are_refused_until_the_module_holds_weights(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start("fp8-channel")
+    run.publish()
+    live = run.load_fresh(tmp_path / "mirror")
+    with run.follow(live) as policy, pytest.raises(EngineDtypeDiffers, match="one forward pass"):
+        policy.sync()
+    logits(live)  # compressed-tensors decompresses the weights
+    with run.follow(live) as policy:
         run.publish()
         policy.sync()
     assert torch.equal(logits(live), logits(run.load_fresh(tmp_path / "mirror")))

@@ -82,7 +82,7 @@ class ModuleEngine(Engine):
         name: str = "module",
     ) -> None:
         self.name = name
-        self._layout = CheckpointLayout(module, names, bundle=bundle)
+        self._layout = CheckpointLayout(module, names, bundle=bundle, keeps_dequantised=True)
         self._layout.weights(in_place=True)
         self._pause_timeout = pause_timeout
         self._loaded_seq = loaded_seq

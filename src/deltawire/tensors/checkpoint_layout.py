@@ -6,11 +6,12 @@ transformers 5 does not load every checkpoint tensor into a parameter of its own
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 _WRAPPED = "_orig_mod"
 """The attribute in which `torch.compile` keeps the module that it wraps."""
+
+_CONVERSIONS = "_weight_conversions"
+"""The attribute in which transformers keeps the conversions with which it loaded a model."""
 
 
 class CheckpointLayout:
@@ -43,10 +47,14 @@ class CheckpointLayout:
         Maps names in the checkpoint to names in the chain; by default they are the same.
     bundle
         The name of the bundle that the weights belong to.
+    keeps_dequantised
+        Return weights that transformers dequantised when it loaded them as the module holds them. By default they are quantised again, as
+        `save_pretrained` does, so they are copies.
     """
 
-    def __init__(self, module: torch.nn.Module, names: NameMap | None = None, *, bundle: str = "") -> None:
+    def __init__(self, module: torch.nn.Module, names: NameMap | None = None, *, bundle: str = "", keeps_dequantised: bool = False) -> None:
         self._module = module
+        self._keeps_dequantised = keeps_dequantised
         self._names = names
         self._bundle = bundle
         self._learned: tuple[object, _Plan] | None = None
@@ -136,10 +144,10 @@ class CheckpointLayout:
     def _tensors_and_plan(self) -> tuple[dict[str, torch.Tensor], _Plan]:
         """Return the module's tensors by its own names, and the plan for them. It is made again if names, types or shapes change."""
         own = named_weights(self._module)
-        conversions = getattr(self._unwrapped, "_weight_conversions", None)
+        conversions = getattr(self._unwrapped, _CONVERSIONS, None)
         form = (id(conversions), [(name, tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in own.items()])
         if self._learned is None or self._learned[0] != form:
-            self._learned = (form, _learn(self._unwrapped, own))
+            self._learned = (form, _learn(self._unwrapped, own, self._keeps_dequantised))
             self._views.clear()
             self._joined.clear()
         return own, self._learned[1]
@@ -168,7 +176,7 @@ class CheckpointLayout:
         return known[2]
 
     def _copies(self, own: dict[str, torch.Tensor], wanted: frozenset[str]) -> dict[str, torch.Tensor]:
-        made = _as_saved(self._unwrapped, {name: tensor.detach() for name, tensor in own.items()})
+        made = _as_saved(self._unwrapped, {name: tensor.detach() for name, tensor in own.items()}, self._keeps_dequantised)
         return {name: made[name] for name in sorted(wanted)}
 
 
@@ -199,7 +207,7 @@ class _Plan:
     joined: dict[str, tuple[str, ...]]
 
 
-def _learn(module: torch.nn.Module, own: dict[str, torch.Tensor]) -> _Plan:
+def _learn(module: torch.nn.Module, own: dict[str, torch.Tensor], keeps_dequantised: bool) -> _Plan:
     import torch
 
     if not _is_converted(module):
@@ -209,7 +217,7 @@ def _learn(module: torch.nn.Module, own: dict[str, torch.Tensor]) -> _Plan:
     }
     owner_of = {_memory(stand_in): name for name, stand_in in stand_ins.items()}
     with _without_copies() as seen:
-        saved = _as_saved(module, stand_ins)
+        saved = _as_saved(module, stand_ins, keeps_dequantised)
     views: dict[str, dict[str, _View | None]] = {name: {} for name in own}  # in the module's order, so that the first of tied names counts
     copied = set()
     joined: dict[str, tuple[str, ...]] = {}
@@ -240,16 +248,39 @@ def _is_converted(module: torch.nn.Module) -> bool:
     return "transformers.core_model_loading" in sys.modules  # transformers 4 converts nothing
 
 
-def _as_saved(module: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what `save_pretrained` would write for these tensors, which have the module's own names."""
+def _as_saved(module: torch.nn.Module, tensors: dict[str, torch.Tensor], keeps_dequantised: bool) -> dict[str, torch.Tensor]:
+    """Return what `save_pretrained` would write for these tensors, which have the module's own names.
+
+    With `keeps_dequantised`, this is what it would write if the module had not been loaded from a quantised checkpoint.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
-        return dict(revert_weight_conversion(module, dict(tensors)))
+        with _with_default_conversions(module) if keeps_dequantised and _was_dequantised(module) else contextlib.nullcontext():
+            return dict(revert_weight_conversion(module, dict(tensors)))
     except Exception as error:  # there is no layout, whatever the error is
         raise UnsupportedLayout(
             f"transformers cannot convert the weights of {type(module).__name__} as for saving: {error!r:.300}."
         ) from error
+
+
+def _was_dequantised(module: torch.nn.Module) -> bool:
+    """Tell whether transformers dequantised the module's weights when it loaded them."""
+    operations = (
+        each for conversion in getattr(module, _CONVERSIONS, None) or () for each in getattr(conversion, "operations", None) or ()
+    )
+    return any(type(each).__name__.endswith("Dequantize") for each in operations)
+
+
+@contextlib.contextmanager
+def _with_default_conversions(module: torch.nn.Module) -> Iterator[None]:
+    """Let transformers find the conversions of the module's class, instead of those with which the module was loaded."""
+    conversions = getattr(module, _CONVERSIONS)
+    setattr(module, _CONVERSIONS, None)
+    try:
+        yield
+    finally:
+        setattr(module, _CONVERSIONS, conversions)
 
 
 def _without_copies() -> Any:

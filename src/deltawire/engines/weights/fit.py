@@ -17,6 +17,9 @@ from ...tensors.torch_types import to_torch
 if TYPE_CHECKING:
     import torch
 
+_SCALES = (".weight_scale",)
+"""How the names of scales end that have the type of the weights that were quantised."""
+
 
 def check_fits(live: Mapping[str, torch.Tensor], arrays: Mapping[str, NDArray[Any]], *, keep_others: bool) -> None:
     """Raise `EngineRefused` unless the module can hold these weights and they set all of its tensors.
@@ -49,10 +52,14 @@ def _check_kind(name: str, tensor: torch.Tensor, array: NDArray[Any]) -> None:
         raise EngineRefused(f"the shapes of {name!r} differ: {list(tensor.shape)} in the module, {list(array.shape)} in the chain.")
     dtype = to_torch(np.empty(0, array.dtype)).dtype
     if tensor.dtype != dtype:
-        raise EngineDtypeDiffers(
-            f"{name!r} is {_plain(tensor.dtype)} in the module, {_plain(dtype)} in the chain. "
-            f"Load the model with dtype={_plain(dtype)!r}, or cast it before you make the engine: model.to({dtype})."
+        remedy = (
+            f"The trainer published from {_plain(dtype)} weights, and the model was loaded as {_plain(tensor.dtype)}. Run one forward pass "
+            "before the first sync: the model then holds weights instead of codes, and can follow this chain. Or publish from "
+            f"{_plain(tensor.dtype)} weights."
+            if name.endswith(_SCALES)
+            else f"Load the model with dtype={_plain(dtype)!r}, or cast it before you make the engine: model.to({dtype})."
         )
+        raise EngineDtypeDiffers(f"{name!r} is {_plain(tensor.dtype)} in the module, {_plain(dtype)} in the chain. {remedy}")
 
 
 def _plain(dtype: torch.dtype) -> str:
