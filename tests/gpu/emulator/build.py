@@ -17,7 +17,12 @@ from deltawire.codec.gpu.sources import kernel_source
 
 _SHIM = Path(__file__).with_name("cuda.hpp")
 _DYNAMIC = "extern __shared__ __align__(16) u8 shared[];"
-_OPTIONS = ["-O1", "-std=c++17", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-fwrapv"]
+_EMULATED_DYNAMIC = "u8* const shared = (u8*)(((u64)emulated::shared_memory.data() + 15) & ~15ull);"
+_CONSTANTS = 'extern "C" __device__ const'
+_OPTIONS = ["-O1", "-std=c++17", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-fwrapv", "-fvisibility=hidden"]
+"""Symbols are hidden so that libraries share no variables. g++ gives a visible static variable of a template only one address in a process
+(STB_GNU_UNIQUE). The kernels for 4-bit and 8-bit elements have such a variable with the same name but different sizes. If the library for
+4-bit elements were loaded first, the kernels for 8-bit elements would use its smaller variable and write past the end."""
 
 
 def compiler() -> str | None:
@@ -47,8 +52,8 @@ def _compiled(define: str, source: str, without: str | None) -> Any:
         [
             define,
             _SHIM.read_text(),
-            source.replace(_DYNAMIC, "u8* const shared = (u8*)(((u64)emulated::shared_memory.data() + 15) & ~15ull);"),
-            'extern "C" int emulated_launch(const char* name, u32 blocks, u32 threads, u32 shared, void** arguments, u64 seed) {',
+            source.replace(_DYNAMIC, _EMULATED_DYNAMIC).replace(_CONSTANTS, "EXPORTED const"),
+            "EXPORTED int emulated_launch(const char* name, u32 blocks, u32 threads, u32 shared, void** arguments, u64 seed) {",
             *(
                 f'    if (!strcmp(name, "{name}")) return emulated::launch([](void** a) {{ emulated::call({name}, a); }}, '
                 "blocks, threads, shared, arguments, seed), 0;"
@@ -59,7 +64,8 @@ def _compiled(define: str, source: str, without: str | None) -> Any:
     )
     found = compiler()
     assert found is not None
-    path = Path(tempfile.gettempdir()) / f"deltawire-emulated-{hashlib.sha256((found + text).encode()).hexdigest()[:24]}.so"
+    key = hashlib.sha256("\n".join([found, *_OPTIONS, text]).encode()).hexdigest()[:24]
+    path = Path(tempfile.gettempdir()) / f"deltawire-emulated-{key}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory() as folder:
             unit = Path(folder) / "kernels.cpp"

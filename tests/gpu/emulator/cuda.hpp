@@ -17,6 +17,7 @@
 #include <vector>
 
 #define EMULATED
+#define EXPORTED extern "C" __attribute__((visibility("default")))
 #define __device__
 #define __global__
 #define __forceinline__ inline
