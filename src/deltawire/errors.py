@@ -49,6 +49,7 @@
     │   ├── Fenced                  another publisher has taken over the run
     │   ├── CommitOutcomeUnknown    the commit may or may not have landed; the next call finds out
     │   ├── NonFiniteWeights        some weights are NaN or infinite, and are refused
+    │   ├── RecipeMissing           the chain is quantised, and `deltawire publish` was not told how to continue it
     │   └── PublisherClosed         the publisher was closed
     ├── MirrorError                 a mirror directory cannot be used
     │   └── MirrorBusy              another process holds its lock and shows no progress
@@ -396,6 +397,12 @@ class CommitOutcomeUnknown(PublishError):
 
     hint = "Publish again when the store answers."
     retryable = True
+
+
+class RecipeMissing(PublishError):
+    """The version before is quantised, and `deltawire publish` was called without `--quantise`. Nothing is published."""
+
+    hint = "Pass --quantise RECIPE. To publish the checkpoint as it is, pass --quantise none."
 
 
 class NonFiniteWeights(PublishError):

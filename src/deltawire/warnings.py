@@ -9,6 +9,7 @@
         ├── NonFinitePublished  NaN or infinite weights are published
         ├── QuantizationConfigMissing  weights are quantised, and no config.json tells engines how
         ├── NothingQuantised    a recipe is given, and none of the weights is quantised
+        ├── PatternUnmatched    a pattern of layers that are not to be quantised matches no layer
         ├── RecipeChanged       a version is quantised by another recipe than the version before
         ├── LayoutChanged       a version has other tensors than the version before, as if it were another model
         ├── StepWentBack        a version has a lower step than the version before, as if training had begun again
@@ -74,6 +75,12 @@ class NothingQuantised(DeltawireWarning):
     """A recipe is given, and it quantises none of the weights, so all of them are published in their own precision."""
 
     event = "nothing-quantised"
+
+
+class PatternUnmatched(DeltawireWarning):
+    """A pattern of layers that are not to be quantised matches no layer of the model, so it changes nothing."""
+
+    event = "pattern-unmatched"
 
 
 class RecipeChanged(DeltawireWarning):

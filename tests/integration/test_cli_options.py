@@ -66,6 +66,17 @@ def place(made: Path, tmp_path: Path) -> Path:
     return shutil.copytree(made, tmp_path / "place")
 
 
+def test_errors_about_common_mistakes_name_the_right_command_or_option(place: Path) -> None:
+    delta = place / "step.delta"
+    call("diff", place / "old", place / "new", "-o", delta)
+    swapped = ask("apply", delta, place / "old", "-o", place / "out", code=1)["error"]
+    assert (swapped["type"], "The checkpoint comes first" in swapped["message"]) == ("CheckpointError", True)
+    assert "`deltawire show`" in ask("inspect", place / "chain", code=1)["error"]["message"]
+    assert "--at" in ask("pull", place / "chain", place / "out", "--version", "1", code=2)["error"]["message"]
+    assert "--verbose" in ask("follow", place / "chain", place / "out", "--verbos", code=2)["error"]["message"]
+    assert "replace=True in Python" in ask("pull", place / "chain", place / "old", code=1)["error"]["message"]
+
+
 # publish
 
 

@@ -149,7 +149,12 @@ def test_weights_are_quantised_on_request(tmp_path: Path) -> None:
     assert (planned["kind"], planned["changed"]) == (second["kind"], second["changed"])
     assert (second["kind"], second["elements"], second["weight_bytes"]) == ("delta", 40 * 64 + 1 + 9, 40 * 64 + 4 + 18)
     assert not succeed("publish", folders[1], tmp_path / "chain", "--quantise", "fp8-block", "--if-changed")["published"]
-    assert succeed("publish", folders[1], tmp_path / "chain", "--dry-run")["kind"] == "anchor"
+    newest = succeed("log", tmp_path / "chain")["versions"]
+    for options in [[], ["--dry-run"], ["--full"], ["--resume-from", 1]]:
+        assert "--quantise none" in fail("publish", folders[1], tmp_path / "chain", *options, kind="RecipeMissing")
+    assert succeed("log", tmp_path / "chain")["versions"] == newest
+    assert succeed("publish", folders[1], tmp_path / "chain", "--quantise", "none", "--dry-run")["kind"] == "anchor"
+    assert (planned["recipe"]["name"], planned["quantised"], planned["elements"]) == ("fp8-block", 40 * 64, 40 * 64 + 9)
     [warning] = succeed("publish", folders[1], tmp_path / "chain", "--quantise", "fp8-tensor")["warnings"]
     assert "fp8-block (release 1)" in warning
     assert [version["recipe"]["name"] for version in succeed("log", tmp_path / "chain")["versions"]] == ["fp8-tensor", *["fp8-block"] * 2]
@@ -161,9 +166,12 @@ def test_weights_are_quantised_on_request(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["torch_dtype"], config["quantization_config"]["weight_block_size"]) == ("bfloat16", [128, 128])
     wrong = [["--quantise", "fp7"], ["--quantise", "int4", "--allow-nonfinite"], ["--ignore", "a"]]
-    for usage in [*wrong, *(["--quantise", "int4", "--ignore", pattern] for pattern in ("re:(", "re:a\tb", "a" * 9000))]:
+    for usage in [*wrong, *(["--quantise", "int4", "--ignore", pattern] for pattern in ("re:(", "re:a\tb", "a" * 9000, ""))]:
         done = run("publish", folders[0], tmp_path / "new", *usage)
         assert (done.returncode, usage[-2] in done.stderr or usage[-1] in done.stderr) == (2, True)
+    options = ["--quantise", "int4", "--ignore", "q_proj", "--ignore", "a.q_proj.weight", "--ignore", "b", "--dry-run"]
+    [warning] = succeed("publish", folders[0], tmp_path / "new", *options)["warnings"]
+    assert "match no layer, so they change nothing: 'q_proj', 'a.q_proj.weight', 'b'. A pattern is the full name of a layer" in warning
     planned = succeed("publish", folders[0], tmp_path / "new", "--quantise", "int4", "--ignore", "re:.*q_proj$", "--dry-run")
     [warning] = planned["warnings"]
     assert "none of these weights" in warning

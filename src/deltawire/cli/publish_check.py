@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..chain.rebuild import rebuild
 from ..chain.restore import fetched_hops
 from ..chain.routes import Routes
 from ..delta.encode import encode_with_summary
-from ..errors import NoChain
+from ..errors import NoChain, RecipeMissing
 from ..events import emit
 from ..format.checkpoints.shard_layout import LAYOUT_FILE
 from ..format.content_hash import content_hash
@@ -77,6 +78,16 @@ class PublishedForm:
         """The names, types and shapes of the published tensors."""
 
     @property
+    def elements(self) -> int:
+        """The number of weights of the checkpoint."""
+        return sum(map(math.prod, self.table.shapes if self.layout is None else (spec.shape for spec in self.layout.specs.values())))
+
+    @property
+    def quantised(self) -> int:
+        """How many of these weights the recipe quantises."""
+        return 0 if self.layout is None else sum(weight.rows * weight.columns for weight in self.layout.weights)
+
+    @property
     def record(self) -> RecipeRecord | None:
         """The recipe as commits name it; None if the weights are not quantised."""
         return None if self._quantising is None else self._quantising.record
@@ -105,6 +116,23 @@ def refuse_above_limits(log: ChainLog, table: TensorTable) -> None:
     except NoChain:
         limits = Limits()
     table.check_limits(limits)
+
+
+def refuse_without_recipe(before: Commit | None, *, is_given: bool) -> None:
+    """Raise `RecipeMissing` if the version before is quantised, and the user did not say whether the next one is.
+
+    Parameters
+    ----------
+    before
+        The version that the next one follows; None if there is none.
+    is_given
+        Whether the user passed `--quantise`.
+    """
+    if before is not None and before.recipe is not None and not is_given:
+        raise RecipeMissing(
+            f"version {before.updates} of this chain is quantised by {before.recipe}, and you did not pass --quantise. "
+            "Nothing is published."
+        )
 
 
 def newest_if_same(log: ChainLog, form: PublishedForm, attached: Mapping[str, bytes | Path] | None, threads: int | None) -> Commit | None:

@@ -23,7 +23,7 @@ def check_step(step: int | None) -> int | None:
 
 def parse_recipe(spelling: str | None, ignore: Sequence[str], *, allows_nonfinite: bool) -> Recipe | None:
     """Return the recipe that the options ask for; None if weights are not quantised. Anything else is wrong usage."""
-    if spelling is None:
+    if spelling is None or spelling == "none":
         if ignore:
             raise typer.BadParameter("it names layers that are not quantised, so it needs --quantise.", param_hint="--ignore")
         return None
@@ -32,7 +32,9 @@ def parse_recipe(spelling: str | None, ignore: Sequence[str], *, allows_nonfinit
     from ..quantise.recipe import DEFAULT_IGNORE, SPELLINGS, Recipe
 
     if spelling not in SPELLINGS:
-        raise typer.BadParameter(f"there is no recipe {spelling!r}. Choose one of {', '.join(SPELLINGS)}.", param_hint="--quantise")
+        raise typer.BadParameter(
+            f"there is no recipe {spelling!r}. Choose one of {', '.join(SPELLINGS)}, or none.", param_hint="--quantise"
+        )
     if allows_nonfinite:
         raise typer.BadParameter("weights that are NaN or infinite cannot be quantised.", param_hint="--allow-nonfinite")
     try:

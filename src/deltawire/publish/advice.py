@@ -13,7 +13,7 @@ from ..dtypes import DType
 from ..errors import NonFiniteWeights
 from ..events import OnEvent
 from ..format.records.record_parts import RecipeRecord
-from ..quantise.kept_weights import largest_kept
+from ..quantise.kept_weights import largest_kept, unmatched_patterns
 from ..quantise.layout import QuantisedLayout
 from ..tensors.bits import State
 from ..tensors.finite import count_nonfinite
@@ -24,6 +24,7 @@ from ..warnings import (
     LayoutChanged,
     NonFinitePublished,
     NothingQuantised,
+    PatternUnmatched,
     QuantizationConfigMissing,
     RecipeChanged,
     StepWentBack,
@@ -128,7 +129,18 @@ class Advice:
         )
 
     def check_quantised(self, layout: QuantisedLayout, *, may_raise: bool = True) -> None:
-        """Warn if a recipe quantises none of the weights."""
+        """Warn if a recipe quantises none of the weights, or if patterns of its `ignore` match nothing."""
+        if self._is_first(PatternUnmatched) and (unmatched := unmatched_patterns(layout)):
+            warn(
+                PatternUnmatched,
+                f"these patterns match no layer, so they change nothing: {_listed(unmatched)}. A pattern is the full name of a layer, such "
+                f"as {_example(layout)!r}, or re: and a regular expression that matches from the start of the name, such as "
+                "'re:.*down_proj'.",
+                self._on_event,
+                may_raise=may_raise,
+                recipe=str(layout.recipe),
+                patterns=len(unmatched),
+            )
         if layout.weights or not self._is_first(NothingQuantised):
             return
         kept = largest_kept(layout, _MOST_NAMES)
@@ -234,6 +246,11 @@ def _differences(old: TensorTable, new: TensorTable) -> tuple[list[str], list[st
     return [name for name in new.names if name not in before], [name for name in old.names if name not in after], differing
 
 
+def _example(layout: QuantisedLayout) -> str:
+    """Return the name of a layer, for a message."""
+    return next((weight.module for weight in layout.weights), "model.layers.0.mlp.down_proj")
+
+
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
 
@@ -264,7 +281,8 @@ def warn_if_wide(tensors: Iterable[tuple[DType, int]], on_event: OnEvent | None,
         WideWeights,
         f"these weights are {found}, and are published as {found}: nothing is cast unless you ask for it. Nearly all {found} weights "
         'change at every step, so deltas save little. If the engines serve bfloat16, pass dtype="bfloat16" to the publisher, and deltas '
-        f'are a small part of the weights. If the engines serve {found}, pass dtype="{found}".',
+        f"are a small part of the weights; on the command line, save the checkpoint as bfloat16 first. If the engines serve {found}, "
+        f'pass dtype="{found}"; on the command line, ignore this warning.',
         on_event,
         may_raise=may_raise,
         dtype=found,

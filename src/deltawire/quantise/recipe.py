@@ -59,6 +59,8 @@ def check_pattern(pattern: str) -> None:
     pattern
         The name of a module, or "re:" and a regular expression.
     """
+    if not pattern:
+        raise ValueError("an empty pattern matches no layer")
     if pattern.startswith("re:"):
         try:
             re.compile(pattern.removeprefix("re:"))

@@ -44,9 +44,10 @@ def apply(
         from ...format.checkpoints.checkpoint_copy import copy_checkpoint
         from ...format.checkpoints.staged_output import refuse_overlap
         from ...format.delta_file import parse
-        from ..delta_input import map_delta
+        from ..delta_input import map_delta, refuse_delta
 
         started = time.perf_counter()
+        refuse_delta(base)
         source, mapped = Checkpoint(base), map_delta(delta)
         refuse_overlap(delta, out)
         file = parse(mapped)

@@ -84,7 +84,8 @@ def publish(
         typer.Option(
             "--quantise",
             metavar="RECIPE",
-            help="Quantise the weights first: fp8-block, fp8-block-ue8m0, fp8-channel, fp8-tensor, nvfp4, mxfp4, int4 or int4-128.",
+            help="Quantise the weights first: fp8-block, fp8-block-ue8m0, fp8-channel, fp8-tensor, nvfp4, mxfp4, int4 or int4-128. "
+            "`none` publishes them as they are, also after a quantised version.",
             show_default=False,
         ),
     ] = None,
@@ -111,6 +112,7 @@ def publish(
 
     With --quantise, the version holds what the recipe makes of the weights, with the scales of the version before as long as they fit.
     Weights that the recipe leaves out become bfloat16: embeddings, norms, routers and the head, and layers that --ignore names.
+    If the newest version is quantised, --quantise is required.
     """
     # Wrong usage must be found before the run is taken over.
     strings = parse_meta(meta or [])
@@ -125,7 +127,7 @@ def publish(
         from ...publish.commits import open_log
         from ...publish.publisher import Publisher
         from ...publish.writer_options import WriterOptions
-        from ..publish_check import PublishedForm, forecast, newest_if_same, newest_or_none, refuse_above_limits
+        from ..publish_check import PublishedForm, forecast, newest_if_same, newest_or_none, refuse_above_limits, refuse_without_recipe
         from ..stores.metered_store import MeteredStore
 
         started = time.perf_counter()
@@ -151,6 +153,7 @@ def publish(
             chain = open_log(store, run, options)
             refuse_above_limits(chain, form.table)
             base = None if resume_from is None else find_version(chain, resume_from)
+            refuse_without_recipe(base or newest_or_none(chain), is_given=quantise is not None)
             if if_changed and base is None:
                 same = newest_if_same(chain, form, attached, threads)
                 if same is not None:
@@ -161,7 +164,7 @@ def publish(
                 with _events_instead_of_warnings():
                     plan = forecast(chain, form, attached, base, step=step, full=full, threads=threads, on_event=on_event)
                 bars.close()
-                report_forecast(store.url, plan, form.table.state_bytes, left_out, warnings_of(events), json)
+                report_forecast(store.url, plan, form, left_out, warnings_of(events), json)
                 return
             if newest_or_none(chain) is None:
                 bars.announce_upload(form.table.state_bytes)

@@ -12,7 +12,7 @@ from .terminal import print_json, print_line, print_rows
 if TYPE_CHECKING:
     from ...chain.version import Version
     from ...events import Event
-    from ..publish_check import Forecast
+    from ..publish_check import Forecast, PublishedForm
 
 _FILES_ONLY = "files only, no weights changed"
 _WARNINGS = (
@@ -20,6 +20,7 @@ _WARNINGS = (
     "non-finite-published",
     "quantization-config-missing",
     "nothing-quantised",
+    "pattern-unmatched",
     "recipe-changed",
     "layout-changed",
     "step-went-back",
@@ -91,8 +92,9 @@ def report_unchanged(url: str, version: Version, as_json: bool) -> None:
         print_line(f"nothing to publish: version {version.updates} at {url} has these weights and files already")
 
 
-def report_forecast(url: str, plan: Forecast, weight_bytes: int, left_out: list[str], warnings: list[str], as_json: bool) -> None:
+def report_forecast(url: str, plan: Forecast, form: PublishedForm, left_out: list[str], warnings: list[str], as_json: bool) -> None:
     """Print what would be published."""
+    weight_bytes, recipe = form.table.state_bytes, form.record
     if as_json:
         print_json(
             {
@@ -105,6 +107,9 @@ def report_forecast(url: str, plan: Forecast, weight_bytes: int, left_out: list[
                 "bytes": plan.bytes,
                 "weight_bytes": weight_bytes,
                 "changed": plan.changed,
+                "recipe": recipe and recipe.plain(),
+                "elements": form.elements,
+                "quantised": form.quantised,
                 "files_changed": plan.files,
                 "same": plan.is_same,
                 "left_out": left_out,
@@ -120,6 +125,8 @@ def report_forecast(url: str, plan: Forecast, weight_bytes: int, left_out: list[
         [
             ("at", url),
             ("kind", ("a full checkpoint" if plan.kind == "anchor" else "delta") + base),
+            ("quantised by", "" if recipe is None else str(recipe)),
+            ("quantised weights", "" if recipe is None else f"{form.quantised:,} of {form.elements:,}"),
             ("changed weights", f"{plan.changed:,}" if plan.kind == "delta" else ""),
             ("changed files", ", ".join(plan.files)),
             ("size", size),

@@ -32,7 +32,16 @@ class CommandsWithJsonErrors(PlainGroup):
         try:
             yield
         except _UsageError as error:
+            _suggest_at(error)
             message = error.format_message()
             if self._as_json and message:  # an error without a message is a request for help
                 print_json_line({"error": {"type": "UsageError", "message": message}})
             raise
+
+
+def _suggest_at(error: Any) -> None:
+    """Suggest `--at` to users who pass `--version` to a command that has `--at`."""
+    if getattr(error, "option_name", None) != "--version" or error.ctx is None:
+        return
+    if any("--at" in parameter.opts for parameter in error.ctx.command.params):
+        error.possibilities = ["--at"]

@@ -93,7 +93,9 @@ def refuse_output(out: Path, *, directory: bool, replace: bool) -> None:
     if not os.path.lexists(out):
         return
     if not replace:
-        raise CheckpointError(f"{out} exists already. Name another output, or pass --force to replace it.")
+        raise CheckpointError(
+            f"{out} exists already. Name another output. To replace it, pass --force on the command line, or replace=True in Python."
+        )
     if out.is_symlink():
         raise CheckpointError(f"{out} is a link. Name the path that it leads to.")
     if out.is_dir() != directory:
