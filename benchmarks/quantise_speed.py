@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from report import Table
 
 import deltawire
+from deltawire.publish.upload.segments import SEGMENT_BYTES
 from deltawire.quantise import QuantisedLayout, Recipe
 from deltawire.quantise.native import NativeQuantiser
 from deltawire.quantise.recipe import SPELLINGS
@@ -19,8 +20,10 @@ from deltawire.tensors.bits import State
 
 ROWS, COLUMNS = 2048, 4096
 THREADS = 2
-SEGMENT = 4
-"""The number of weights that are quantised and encoded at a time: 32 M elements. With fewer, one thread codes all changes."""
+SEGMENT = SEGMENT_BYTES // (ROWS * COLUMNS)
+"""The number of weights that are quantised and encoded at a time: as many as a publisher takes if their codes have one byte."""
+LEAST = 4
+"""The least number of weights. With fewer, one thread codes all changes."""
 
 
 @dataclass
@@ -69,7 +72,8 @@ class Workload:
 
 def measure(elements: int, rounds: int) -> Table:
     rng = np.random.default_rng(1)
-    count = max(SEGMENT, elements // (ROWS * COLUMNS) // SEGMENT * SEGMENT)
+    wanted = max(LEAST, elements // (ROWS * COLUMNS))
+    count = wanted // SEGMENT * SEGMENT or wanted
     names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in range(count)]
     before = {name: rng.standard_normal((ROWS, COLUMNS), np.float32) * np.float32(0.02) for name in names}
     work = {spelling: Workload(before, spelling) for spelling in SPELLINGS}
@@ -116,6 +120,7 @@ def measure(elements: int, rounds: int) -> Table:
     table.check(f"fp8-block: quantise, diff and encode at 0.5 × the speed of reading the masters (is {share:.2f})", share >= 0.5)
     table.notes.append(
         f"Weights are normal with standard deviation 0.02, in matrices of {ROWS} × {COLUMNS}. The update is noise of 6e-7. "
-        f"Scales are sticky. {SEGMENT} matrices are quantised at a time, into the same memory, and encoded against the version before."
+        f"Scales are sticky. {min(SEGMENT, count)} matrices are quantised at a time, into the same memory, "
+        "and encoded against the version before."
     )
     return table

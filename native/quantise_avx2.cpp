@@ -8,7 +8,7 @@ namespace {
 
 struct Avx2Lanes {
     static constexpr unsigned kWidth = 8;
-    static constexpr bool kHasFma = true, kStoresFour = false, kReducesMany = false;
+    static constexpr bool kHasFma = true, kStoresFour = false, kReducesMany = false, kLooksUp = false;
     using F = __m256;
     using U = __m256i;
 

@@ -8,7 +8,7 @@ namespace {
 
 struct Avx512Lanes {
     static constexpr unsigned kWidth = 16;
-    static constexpr bool kHasFma = true, kStoresFour = true, kReducesMany = true;
+    static constexpr bool kHasFma = true, kStoresFour = true, kReducesMany = true, kLooksUp = true;
     using F = __m512;
     using U = __m512i;
 
@@ -37,6 +37,7 @@ struct Avx512Lanes {
     static U shift_right(U a) { return _mm512_srli_epi32(a, n); }
     static U min_u(U a, U b) { return _mm512_min_epu32(a, b); }
     static U max_u(U a, U b) { return _mm512_max_epu32(a, b); }
+    static U look_up(const uint32_t (&table)[16], U index) { return _mm512_permutexvar_epi32(index, _mm512_load_si512(table)); }  // by the low 4 bits
     static uint32_t reduce_max(U a) { return _mm512_reduce_max_epu32(a); }
     static void store_bytes(uint8_t* out, U codes) { _mm_storeu_si128((__m128i*)out, _mm512_cvtepi32_epi8(codes)); }
     // The code of an odd lane moves to the high half of the byte before it.

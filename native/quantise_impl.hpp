@@ -84,6 +84,31 @@ struct Quantise {
         return Isa::add(Isa::sub(sum, above), Isa::template shift_right<C::kDropped>(exponent));
     }
 
+    // Returns the e4m3 codes of magnitudes up to 464. Those of larger ones are undefined.
+    DELTAWIRE_INLINE static U fitting_magnitudes(U a) {
+        using C = Coding<Element::e4m3>;
+        if constexpr (Isa::kLooksUp) {
+            const U exponent = Isa::template shift_right<23>(Isa::max_u(a, Isa::splat_u(C::kLeastNormal)));
+            const U sum = Isa::bits(Isa::add_f(Isa::from_bits(a), Isa::from_bits(Isa::look_up(kRounding.above, exponent))));
+            return Isa::sub(sum, Isa::look_up(kRounding.less, exponent));
+        } else {
+            return Isa::sub(magnitudes<Element::e4m3>(a), Isa::splat_u(C::kOffset));
+        }
+    }
+    // The numbers that round a magnitude, by the low 4 bits of its exponent: the 16 exponents from that of the least normal number on.
+    struct Rounding {
+        alignas(64) uint32_t above[16], less[16];
+    };
+    static constexpr Rounding kRounding = [] {
+        using C = Coding<Element::e4m3>;
+        Rounding found{};
+        for (uint32_t e = C::kLeastNormal >> 23; e < (C::kLeastNormal >> 23) + 16; ++e) {
+            found.above[e % 16] = (e + C::kDropped) << 23;
+            found.less[e % 16] = found.above[e % 16] - (e << (23 - C::kDropped)) + C::kOffset;
+        }
+        return found;
+    }();
+
     template <Element E>
     DELTAWIRE_INLINE static void store(uint8_t* out, const Codes& codes) {
         if constexpr (E == Element::int4) {
@@ -257,7 +282,7 @@ struct Quantise {
     static constexpr uint32_t kTileBlocks = 4;   // blocks beside each other whose second pass reads from the second-level cache
 
     // Bytes of weights that are prefetched, for one use: otherwise they would drive the codes out of the caches, which are encoded next.
-    static constexpr size_t kAhead = 8192;
+    static constexpr size_t kAhead = 4096;
 
     // Whole blocks whose scales probably stay: their codes are made with the previous scales in the same pass that finds their largest values, so that
     // the weights are read from memory once, in the order of their addresses. Blocks whose scales do not stay are made again.
@@ -288,14 +313,24 @@ struct Quantise {
                     for (uint32_t i = 0; i < kBlockColumns; i += 4 * kWidth) {
                         for (unsigned at = 0; at < 4 * kWidth * sizeof(Stored<S>); at += 64)
                             __builtin_prefetch(reinterpret_cast<const uint8_t*>(x + i) + kAhead + at, 0, 0);
-                        Codes codes[4];
+                        U values[4], signs[4];
                         for (unsigned k = 0; k < 4; ++k) {
-                            const F value = load<S>(x + i + k * kWidth), q = Isa::fma(value, by.reciprocal, Isa::mul(value, by.low));
+                            const F value = load<S>(x + i + k * kWidth);
+                            // Adding 0.0 drops the sign of -0.0. Other quotients have the sign of the weight, or are not finite.
+                            const F q = Isa::fma(value, by.reciprocal, Isa::fma(value, by.low, Isa::splat(0.0f)));
                             const U a = Isa::and_(Isa::bits(q), Isa::splat_u(0x7fffffff));
                             most = Isa::max_u(most, a);
-                            codes[k] = {magnitudes<Element::e4m3>(a), Isa::bits(Isa::add_f(value, Isa::splat(0.0f)))};
+                            values[k] = fitting_magnitudes(a);
+                            signs[k] = Isa::bits(q);
                         }
-                        store4<Element::e4m3>(out + i, codes);
+                        if constexpr (Isa::kStoresFour) {
+                            Isa::store_four_bytes(out + i, values, signs, 0);
+                        } else {
+                            for (unsigned k = 0; k < 4; ++k) {
+                                const U sign = Isa::and_(Isa::template shift_right<24>(signs[k]), Isa::splat_u(0x80));
+                                Isa::store_bytes(out + i + k * kWidth, Isa::or_(values[k], sign));
+                            }
+                        }
                     }
                     found[b] = most;
                 }

@@ -8,7 +8,7 @@ namespace {
 
 struct ScalarLanes {
     static constexpr unsigned kWidth = 8;
-    static constexpr bool kHasFma = false, kStoresFour = false, kReducesMany = false;
+    static constexpr bool kHasFma = false, kStoresFour = false, kReducesMany = false, kLooksUp = false;
     struct F {
         float v[kWidth];
     };

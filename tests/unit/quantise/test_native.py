@@ -150,6 +150,27 @@ def test_weights_next_to_a_boundary(isa: str) -> None:
             np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
 
 
+@pytest.mark.parametrize("isa", instruction_sets())
+@pytest.mark.parametrize("spelling", ["fp8-block", "fp8-block-ue8m0"])
+def test_blocks_whose_scales_stay(spelling: str, isa: str) -> None:
+    """Whole blocks with weights next to every boundary, zeros of both signs and tiny weights, up to and above the limit of the scale."""
+    recipe, quantiser, rng = Recipe.parse(spelling), NativeQuantiser(1, isa), np.random.default_rng(7)
+    bounds = np.concatenate([np.arange(1, 16) * 2.0**-10, np.outer(np.exp2(np.arange(-6, 9)), 1 + np.arange(1, 16, 2) / 16).ravel()])
+    bounds = bounds[bounds <= 464].astype(np.float32)
+    for round_, exponent in enumerate((-30, -9, -1)):
+        scale = np.float32(2.0**exponent * (1.0 if spelling.endswith("ue8m0") else rng.uniform(1, 1.99)))
+        near = ((bounds * scale).view(np.int32)[:, None] + np.arange(-3, 4, dtype=np.int32)).view(np.float32).ravel()
+        near = near[near <= 464 * scale]
+        values = np.concatenate([near, -near, np.float32([0.0, -0.0, 1e-45, -1e-45, 1e-38, -1e-38]), np.float32([464, -464]) * scale])
+        weight = rng.permuted(np.resize(values, 128 * 512)).reshape(128, 512)
+        weight[5, 300] = np.float32((465, 1e9, -600)[round_]) * scale  # the scale of the third block does not stay
+        weight[:, 384:] *= np.float32(2.0**-12)  # nor does that of the last one
+        before = Scales(np.full((1, 4), scale, np.float32))
+        expected = reference.quantise_weight(recipe, weight, before)
+        assert [bool(stays) for stays in expected[1].scale.view(np.float32)[0] == scale] == [True, True, False, False]
+        assert_same(quantise(recipe, [weight], [before], [0], quantiser)[0], expected)
+
+
 PATTERNS = (0x00, 0x7F, 0x80, 0xFF, 0x40, 0x01)
 """Bytes of hostile scales. 0x01 makes a tiny number of type F32."""
 
