@@ -18,7 +18,7 @@ from deltawire.engines.weights.dequantised import ModuleForm, holds_codes
 from deltawire.engines.weights.host_copy import HostCopyWeights
 from deltawire.engines.weights.in_place import InPlaceWeights
 from deltawire.engines.weights.live_tensors import LiveTensors
-from deltawire.errors import EngineDtypeDiffers, EngineQuarantined, EngineRefused
+from deltawire.errors import EngineDtypeDiffers, EngineQuarantined, EngineRefused, UnsupportedLayout
 from deltawire.events import Event
 from deltawire.format.records.record_parts import RecipeRecord
 from deltawire.publish import Publisher
@@ -28,6 +28,7 @@ from deltawire.rl.generation import build_model
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
 from deltawire.subscribe.model_files import read_model_files
+from deltawire.tensors.checkpoint_layout import CheckpointLayout
 from deltawire.tensors.torch_types import to_torch
 from deltawire.trainers import WeightSource
 
@@ -222,6 +223,8 @@ def test_a_model_that_transformers_dequantised_when_it_loaded_it_follows(start: 
     run = start("fp8-block")
     run.publish()
     live = run.load_fresh(tmp_path / "mirror")
+    with pytest.raises(UnsupportedLayout, match="was loaded from a quantised checkpoint"):
+        CheckpointLayout(live).check_in_place()  # as a trainer would publish shards of it
     before = bits(live.state_dict())
     with run.follow(live) as policy:
         policy.sync()

@@ -130,6 +130,12 @@ class CheckpointLayout:
         """Raise `UnsupportedLayout` unless writing to `weights(in_place=True)` can set every element of the module."""
         _, plan = self._tensors_and_plan()
         problems = plan.copied - plan.joined.keys() or plan.uncovered.difference(*plan.joined.values())
+        if problems and _was_dequantised(self._unwrapped) and not self._keeps_dequantised:
+            raise UnsupportedLayout(
+                f"{type(self._unwrapped).__name__} was loaded from a quantised checkpoint, and transformers quantises {min(problems)!r} "
+                "again when it is saved.",
+                hint="Load the model from a checkpoint that is not quantised.",
+            )
         if problems:
             raise UnsupportedLayout(
                 f"{type(self._unwrapped).__name__} computes {min(problems)!r} from several parts of its weights when it is saved, "

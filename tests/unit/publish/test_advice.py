@@ -12,6 +12,7 @@ import pytest
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import NonFiniteWeights
 from deltawire.publish import Publisher
+from deltawire.quantise import DEFAULT_IGNORE, Recipe
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
 from deltawire.warnings import (
@@ -20,6 +21,7 @@ from deltawire.warnings import (
     LayoutChanged,
     NonFinitePublished,
     NothingQuantised,
+    PatternUnmatched,
     StepWentBack,
     WideWeights,
 )
@@ -71,6 +73,21 @@ def test_a_recipe_that_quantises_nothing_is_named_once_with_the_reasons():
     assert r"'lm_head.weight', because the pattern 're:(.*\\.)?lm_head$' matches its layer; " in text
     assert "'model.embed', because its name does not end in .weight; 'x.weight', because it has 3 dimensions, not 2." in text
     assert [event.name for event in events].count("nothing-quantised") == 1
+
+
+def test_patterns_that_match_no_layer_are_named_once():
+    shapes = {"a.up.weight": (8, 8), "a.norm.weight": (8,), "m.experts.gate_up_proj": (2, 8, 4), "m.experts.down_proj": (2, 4, 4)}
+    state = {name: np.ones(shape, BF16) for name, shape in shapes.items()}
+    matching = ["a.up", "a.norm", "m.experts.down_proj", r"re:m\.experts\.\d\.(up|gate)_proj"]
+    recipe = Recipe.parse("fp8-block", ignore=[*DEFAULT_IGNORE, *matching[1:], "up", "a.up.weight", "re:up"])
+    with pytest.warns(PatternUnmatched, match="change nothing: 'up', 'a.up.weight', 're:up'. .*, such as 'a.up', or re: ") as caught:
+        publish(state, state, quantise=recipe, attachments=CONFIG)
+    assert len(caught) == 1
+    with pytest.warns(NothingQuantised) as caught:
+        publish(state, quantise=Recipe.parse("fp8-block", ignore=matching), attachments=CONFIG)
+    assert len(caught) == 1
+    with pytest.raises(ValueError, match="empty pattern"):
+        Recipe.parse("fp8-block", ignore=[""])
 
 
 def test_the_remedies_name_the_options_of_the_command_line_too():
