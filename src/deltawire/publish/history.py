@@ -68,6 +68,8 @@ class History:
         self._held: Counter[int] = Counter()
         self._composing: set[int] = set()
         """Positions whose compositions are not all made yet."""
+        self._begun = 0
+        """The last position for which `begin_composing` was called. Until then, what compositions there need must stay."""
 
     @property
     def size(self) -> int:
@@ -91,6 +93,7 @@ class History:
         self._kept.clear()
         self._held.clear()
         self._composing.clear()
+        self._begun = 0
         self._positions = {origin.seq: 0}
 
     def forget(self) -> None:
@@ -103,6 +106,7 @@ class History:
 
         The present version is held as well.
         """
+        self._begun = self.position
         if self.composable(1) is None:
             return None
         self._composing.add(self.position)
@@ -144,9 +148,9 @@ class History:
             self._kept[reverse.level, reverse.end] = reverse
 
     def prune(self) -> None:
-        """Drop what neither a later composition nor a held version needs. Call it when all compositions of a position are made."""
+        """Drop what neither a held version nor a later composition needs, such as one at the present position that has not begun."""
         lowest = min(self._held, default=self.position)
-        composed = min(self._composing, default=self.position + 1) - 1
+        composed = min(self._composing, default=self.position + (self._begun == self.position)) - 1
         self._kept = {
             (level, end): reverse
             for (level, end), reverse in self._kept.items()

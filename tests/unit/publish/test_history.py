@@ -66,6 +66,18 @@ def test_a_held_version_stays_within_reach_and_costs_memory_only_while_held():
         history.deltas_back(5)
 
 
+def test_what_a_composition_needs_stays_until_it_begins():
+    """The thread of shortcuts may release an older version after a move, but before the compositions that are due there begin."""
+    history = History(ref(1), 1 << 20)
+    advance(history, 3)
+    history.hold()
+    held = history.here.seq
+    advance(history, 1, compose=False)
+    history.release(held)
+    assert history.begin_composing() == 4
+    assert history.composable(1) is not None
+
+
 def test_changes_beyond_the_budget_are_forgotten_not_kept():
     history = History(ref(0), 10)
     history.hold()
