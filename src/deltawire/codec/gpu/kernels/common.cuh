@@ -54,7 +54,7 @@ __device__ __forceinline__ T element_of(const u8* array, u64 i) {
 #endif
 }
 
-// How the weights of a tensor are quantised. See numbers.cuh.
+// Says how the weights of a tensor are quantised. See numbers.cuh.
 struct Quantised {
     const u8* scales;         // null: they are not written
     const float* global_scale;
@@ -80,7 +80,7 @@ struct Tensor {
     const Quantised* quantised;  // encoding: if it is not null, `next` are weights that are quantised like this
 };
 
-// How contexts follow from elements.
+// Says how contexts follow from elements.
 struct Coding {
     u32 top;
     u32 shift;       // position of the exponent

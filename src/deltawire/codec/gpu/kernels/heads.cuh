@@ -51,7 +51,7 @@ struct Head {
     ContextHead contexts[CONTEXTS];
 };
 
-// What a patch consists of: whole elements; or bytes, if two elements share a byte.
+// The cells of a patch: whole elements; or bytes, if two elements share a byte.
 constexpr u32 CELLS = WIDTH == 4 ? TILE / 2 : TILE;          // in a tile
 constexpr u32 ROW_CELLS = WIDTH == 4 ? RUN / 2 : RUN;        // in the run of a lane
 constexpr u32 PATCH_BLOCKS = CELLS / 256, UNIT_BLOCKS = PATCH_BLOCKS / UNITS;  // blocks of 256 cells in a tile, and in a unit

@@ -102,7 +102,7 @@ __device__ __forceinline__ uint2 codes_of(const Quantised& q, const u8* weights,
 #endif
 }
 
-// What all units of a tile share.
+// The values that all units of a tile share.
 struct Masters {
     Quantised how;
     const Tensor* tensor;
@@ -119,7 +119,7 @@ __device__ __forceinline__ Masters masters_of(const Tensor* x, u64 offset) {
     if (WIDTH == 4 && !q.scales) m.changed = q.changed[offset / TILE];
     return m;
 }
-// What the warp prepares for a unit while the unit is fetched. A span is as many consecutive elements as certainly share a scale: lane i has the scales of
+// The values that the warp prepares for a unit while the unit is fetched. A span is as many consecutive elements as certainly share a scale: lane i has the scales of
 // spans i and i + 32, as they are stored. If the number of elements in a span is 0, spans are not regular, and every vector looks for its own scale.
 struct UnitScales {
     u32 span;

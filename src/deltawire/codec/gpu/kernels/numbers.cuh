@@ -148,7 +148,7 @@ __device__ __forceinline__ float quotient(float x, const Divisor& by) {
 // Scales of groups, as in quantise/scales.py.
 
 constexpr u32 NOT_FINITE = 0x7f800000;
-// Whether a scale is a positive number.
+// Tells whether a scale is a positive number.
 __device__ __forceinline__ bool is_scale(float value) { return __float_as_uint(value) - 1 < NOT_FINITE - 1; }
 constexpr float FITS_E4M3 = 464.0f, FITS_E2M1 = 7.0f, FITS_INT4 = 8.0f;
 

@@ -13,7 +13,7 @@ constexpr u64 CAP = 1ull << 47;
 enum Kind { GAPS, INVERTED_GAPS, LARGER_GAPS, MAGNITUDES, LARGER_MAGNITUDES, SYMBOLS_OF, KINDS };
 enum ValueMode { UNIT_MODE, RUNS, DIRECT, SYMBOLS };
 
-// How a value changes: its step, and its changed bits.
+// Describes how a value changes: its step, and its changed bits.
 struct Move {
     T step, flip;
 };
@@ -125,7 +125,7 @@ __device__ __forceinline__ void put_rice(u32* out, u32 at, u32 k, V v) {
 __device__ __forceinline__ Move move_of(Pair p, bool floating) {
     return {(T)((ordered(p.now, floating) - ordered(p.old, floating)) & MASK), (T)(p.old ^ p.now)};
 }
-// What the symbol table is about. 4-bit elements have no symbols.
+// The parts of a change that the symbol tables count. 4-bit elements have no symbols.
 __device__ __forceinline__ u32 top_byte(T flip) { return (u32)(flip >> (WIDTH > 8 ? WIDTH - 8 : 0)); }
 __device__ __forceinline__ T magnitude_of(T step) { return step >> (WIDTH - 1) ? (T)((0 - step) & MASK) : step; }
 

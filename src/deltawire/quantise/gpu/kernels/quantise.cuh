@@ -38,7 +38,7 @@ struct Job {
     u32* largest;                  // the largest value of each group, as bits
     u32* disagree;                 // for each group, whether its weights had different scales
 };
-// What to do: choose scales and write codes; only find largest values; write codes with the scales that are given; only choose scales; choose scales as if the
+// The modes of the kernels: choose scales and write codes; only find largest values; write codes with the scales that are given; only choose scales; choose scales as if the
 // scales that weights share stay, and find the largest values that decide whether they do.
 constexpr u32 QUANTISE = 0, MAXIMA = 1, CODES = 2, SCALES = 3, TRY_SCALES = 4;
 
