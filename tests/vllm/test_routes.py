@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from deltawire.engines.http_session import http_session
 from deltawire.engines.vllm import routes as module
 from deltawire.engines.vllm.routes import EngineUnreachable, RouteFailed, VllmRoutes
 
@@ -98,3 +100,33 @@ def test_a_server_that_accepts_no_requests_ends_the_wait(server: SlowServer, rou
 
 def test_the_device_of_the_server_is_known(routes: VllmRoutes) -> None:
     assert routes.settings() == ("raw_logprobs", "cpu")
+
+
+def portals() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if "portal" in thread.name}
+
+
+def test_all_requests_share_one_thread_which_ends_with_the_client(server: SlowServer) -> None:
+    before = portals()
+    client = VllmRoutes(f"http://127.0.0.1:{server.server_port}")
+    for _ in range(5):
+        client.settings()
+    (own,) = portals() - before
+    assert client.requests == 5
+    client.close()
+    assert not own.is_alive()
+    client.settings()  # a later request starts another thread
+    (own,) = portals() - before
+    del client
+    gc.collect()
+    own.join(60)
+    assert not own.is_alive()
+
+
+def test_a_session_forgets_requests_that_have_ended(server: SlowServer) -> None:
+    with http_session(f"http://127.0.0.1:{server.server_port}") as session:
+        pending = [session.begin("GET", "/health", timeout=60) for _ in range(5)]
+        for one in pending:
+            one.answer()
+        session.ask("GET", "/health", timeout=60)
+        assert len(session._pending) <= 1  # the last one is forgotten after its answer was handed over

@@ -26,6 +26,7 @@ class ServerDouble:
     def __init__(self) -> None:
         self.restart()
         self.calls: list[str] = []
+        self.requests = 0
         self.failing: set[str] = set()
         self.lost: set[str] = set()
 
@@ -42,6 +43,7 @@ class ServerDouble:
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
+        self.requests += 1
         if call in self.lost:
             raise EngineUnreachable("no answer.")
         if call in self.failing:
@@ -140,6 +142,8 @@ def test_a_version_is_staged_before_the_pause_and_named_before_the_server_contin
     assert scene.server.name == str(seq)
     assert (scene.report().state, scene.report().seq) == (SERVING, seq)
     assert scene.sidecar.step() is None
+    (swapped,) = (event for event in scene.events if event.name == "swapped")
+    assert swapped.fields["http_calls"] == 5
 
 
 def test_a_version_that_cannot_be_staged_never_pauses_the_server(scene: Scene) -> None:

@@ -76,15 +76,17 @@ class HttpSession:
         self._url = url.rstrip("/")
         self._portal = portal
         self._client = client
-        self._pending: list[PendingAnswer] = []
+        self._pending: set[PendingAnswer] = set()
 
     def begin(
         self, method: str, route: str, body: Any = None, *, headers: Mapping[str, str] | None = None, timeout: float
     ) -> PendingAnswer:
         """Send a request, with `body` as JSON unless it is None. It fails if nothing arrives for `timeout` seconds."""
         sending = functools.partial(self._send, method, route, body, dict(headers or {}), timeout)
-        pending = PendingAnswer(self._portal.start_task_soon(sending))
-        self._pending.append(pending)
+        future = self._portal.start_task_soon(sending)
+        pending = PendingAnswer(future)
+        self._pending.add(pending)
+        future.add_done_callback(lambda _: self._pending.discard(pending))  # a session may last as long as its process
         return pending
 
     def ask(self, method: str, route: str, body: Any = None, *, headers: Mapping[str, str] | None = None, timeout: float) -> Answer:
@@ -93,7 +95,7 @@ class HttpSession:
 
     def cancel(self) -> None:
         """Cancel all requests that have no answer."""
-        for pending in self._pending:
+        for pending in tuple(self._pending):
             pending.cancel()
 
     async def _send(self, method: str, route: str, body: Any, headers: dict[str, str], timeout: float) -> Answer:

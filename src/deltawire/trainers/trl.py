@@ -90,7 +90,7 @@ class DeltaWireTransfer:
         self.versions: list[Version] = []
         """The published versions, in order. TRL's model version n is the n-th of them, counted from 1."""
         self._url = url
-        self._server = server.rstrip("/") if server else None
+        self._server = VllmRoutes(server) if server else None
         self._engines = engines
         self._dtype = dtype
         self._quantise = quantise
@@ -167,6 +167,8 @@ class DeltaWireTransfer:
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
+        if self._server is not None:
+            self._server.close()
         if self._store is not None and self._store is not self._url:
             self._store.close()
         self._store = None
@@ -190,7 +192,7 @@ class DeltaWireTransfer:
     def _is_served(self, version: Version, reported: set[object]) -> bool:
         if self._server is not None:
             try:
-                return VllmRoutes(self._server).weight_version() == str(version.seq)
+                return self._server.weight_version() == str(version.seq)
             except (EngineUnreachable, RouteFailed):  # the server is being restarted; the sidecar gives it the weights again
                 return False
         assert self._store is not None

@@ -126,6 +126,7 @@ class VllmGenerator:
             self._thread.join()
             self._thread = None
             self._sidecar.close()
+        self._routes.close()
 
     def _drive(self) -> None:
         try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
 import urllib.parse
+import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -47,6 +50,8 @@ class RouteFailed(EngineError):
 class VllmRoutes:
     """Sends requests to a vLLM server. Each method is one request, and raises `EngineUnreachable` or `RouteFailed` if it fails.
 
+    The first request starts a thread, which sends this and all later requests. It ends with `close`, or when nothing refers to the object.
+
     Parameters
     ----------
     url
@@ -58,6 +63,18 @@ class VllmRoutes:
     def __init__(self, url: str, *, patience: float = _PATIENT) -> None:
         self.url = url.rstrip("/")
         self._patience = patience
+        self._lock = threading.Lock()
+        self._open: contextlib.ExitStack | None = None
+        self._session: HttpSession | None = None
+        self.requests = 0
+        """The number of requests that were sent. Checks whether a slow server is still running do not count."""
+
+    def close(self) -> None:
+        """End the thread that sends requests. A later request starts another."""
+        with self._lock:
+            resources, self._open, self._session = self._open, None, None
+        if resources is not None:
+            resources.close()
 
     def weight_version(self) -> str:
         """Return the label that the last update gave to the weights, or "default" if there was no update."""
@@ -145,15 +162,29 @@ class VllmRoutes:
 
     def _ask(self, method: str, route: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
         try:
-            with http_session(self.url) as session:
-                pending = session.begin(method, route, body, timeout=timeout)
+            session = self._connected()
+            pending = session.begin(method, route, body, timeout=timeout)
+            try:
                 self._await(session, pending, route, timeout)
                 answer = pending.answer()
+            finally:
+                pending.cancel()
             if not 200 <= answer.status < 300:
                 raise RouteFailed(route, answer.status, answer.text)
             return json.loads(answer.content or b"null")
         except (NoAnswer, ValueError) as error:  # also a connection that breaks while the answer arrives
             raise EngineUnreachable(f"{error}.") from error
+
+    def _connected(self) -> HttpSession:
+        """Return the session of this client, and count a request. Opens the session if needed."""
+        with self._lock:
+            self.requests += 1
+            if self._session is None:
+                resources = contextlib.ExitStack()
+                self._session = resources.enter_context(http_session(self.url))
+                self._open = resources
+                weakref.finalize(self, resources.close)
+            return self._session
 
     def _await(self, session: HttpSession, pending: PendingAnswer, route: str, timeout: float) -> None:
         """Return when the request has ended. Raises `NoAnswer` if it takes too long, or if the server will not answer.

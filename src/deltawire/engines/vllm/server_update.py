@@ -30,12 +30,19 @@ class PausableServer:
     def __init__(self, routes: VllmRoutes, mode: PauseMode) -> None:
         self._routes = routes
         self._mode: PauseMode = mode
+        self._requests_before = 0
+        self.http_calls = 0
+        """The number of requests that the last swap sent from the pause on, with those that pause and resume the server."""
 
     def pause(self, kv_cache: KvCache) -> None:
+        self._requests_before = self._routes.requests
         self._routes.pause(self._mode, clear_cache=kv_cache is KvCache.DROP)
 
     def resume(self) -> None:
-        self._routes.resume()
+        try:
+            self._routes.resume()
+        finally:
+            self.http_calls = self._routes.requests - self._requests_before
 
 
 class ServerUpdate:

@@ -91,12 +91,12 @@ class Sidecar:
         options = options or ReaderOptions()
         self.reader = options.reader or reader_name()
         options = replace(options, reader=self.reader)
+        self._owns_routes = isinstance(engine, str)
         self.routes = VllmRoutes(engine) if isinstance(engine, str) else engine
         self.served: Version | None = None
         """The version that this sidecar has brought into the server. None if the server's version is unknown."""
-        self._controller = SwapController(
-            PausableServer(self.routes, pause), kv_cache=kv_cache, details=self._swap_details, on_event=on_event
-        )
+        self._server = PausableServer(self.routes, pause)
+        self._controller = SwapController(self._server, kv_cache=kv_cache, details=self._swap_details, on_event=on_event)
         self._init_info: dict[str, Any] = {"mirror": str(Path(mirror).absolute()), "confirm": confirm, "threads": threads}
         self._staging_patience = staging_patience
         self._stage_seconds = 0.0
@@ -156,6 +156,8 @@ class Sidecar:
     def close(self) -> None:
         """Release the mirror and the store. The server keeps its weights."""
         self._subscriber.close()
+        if self._owns_routes:
+            self.routes.close()
         if self._owns_store:
             self._store.close()
 
@@ -218,6 +220,7 @@ class Sidecar:
             "stage_seconds": self._stage_seconds,
             "pause_seconds": record.wait_seconds + record.pause_seconds,  # the call of /pause takes most of it
             "behind_seconds": max(0.0, time.time() - record.version.time),
+            "http_calls": self._server.http_calls,
             "loaded_anew": int(is_anew),
         }
 
