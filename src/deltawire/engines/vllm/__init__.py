@@ -8,6 +8,7 @@ In vLLM's processes, in the order in which an update passes through them:
     element_map.py    where a model keeps the elements of a checkpoint; writes changed elements there
     loading.py        loads weights through the model's own loaders: single tensors, or everything anew
     read_back.py      reads weights back through the same loaders, and compares them
+    layout/           learns where a worker keeps the elements of a chain's tensors, from vLLM's own loaders and processing
     cpu.py            keeps vLLM on CPUs from packing weights in a way that its loaders cannot change
 
 In the process that drives the server, which needs neither vLLM nor torch:
