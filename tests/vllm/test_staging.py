@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +67,26 @@ def test_an_update_is_staged_from_the_version_that_the_worker_has(tmp_path: Path
     assert start.target.weights["w"][3] == 3  # the worker's version does not change while it is held
     start.target.release()
     update.target.release()
+    stager.close()
+
+
+def test_the_staging_thread_unmaps_a_released_version(tmp_path: Path, publisher: Publisher) -> None:
+    version = publisher.publish({"w": np.zeros(10, np.float32)})
+    stager = Stager(tmp_path / "mirror", str(tmp_path / "store"))
+    held = stager.take(version.seq, None).target
+    unmapped_by: list[str] = []
+    for shard in held.weights.shards:
+        weakref.finalize(shard.map, lambda: unmapped_by.append(threading.current_thread().name))
+    del shard
+    busy = threading.Event()
+    stager._worker.submit(busy.wait)
+    stager.release(held)  # returns although the staging thread is busy
+    assert not unmapped_by
+    busy.set()
+    stager._worker.submit(int).result()
+    assert unmapped_by == ["deltawire-stage_0"]  # although this test still has a reference
+    with pytest.raises(ValueError, match="was released"):
+        _ = held.weights
     stager.close()
 
 

@@ -3,6 +3,7 @@
 In vLLM's processes, in the order in which an update passes through them:
 
     plugin.py         the entry point that vLLM calls; it registers the backend `deltawire`
+    update_types.py   types that live updates share
     backend.py        the backend, one object in each worker: stages an update while the server generates, writes it while it is paused
     staging.py        finds out what differs between the version that a worker has and the next one
     element_map.py    where a model keeps the elements of a checkpoint; writes changed elements there

@@ -162,8 +162,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             self._raise(EngineQuarantined, f"workers {failed} failed to take commit {update_info.seq}")
             return
         before, self._live, self._is_quarantined = self._live, staged.target, False
-        if before is not None:
-            before.release()
+        if before is not None and self._stager is not None:
+            self._stager.release(before)  # not here: the server waits, and unmapping gigabytes takes longer than the write
 
     def finish_weight_update(self) -> None:
         """Raise, in the last worker, if the weights are in an unknown state."""

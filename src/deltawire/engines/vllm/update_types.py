@@ -1,0 +1,72 @@
+"""The types that live updates of a worker's weights share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from ...format.digest import Digest
+from ...format.records.record_parts import CommitRef
+
+
+@dataclass(frozen=True, slots=True)
+class LiveVersion:
+    """The version that a worker's weights have.
+
+    Parameters
+    ----------
+    ref
+        The commit of the version.
+    digest
+        The digest of the whole state, of which this worker may hold only a part.
+    """
+
+    ref: CommitRef
+    digest: Digest
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """The digests of a worker's weights, in the layout of the checkpoint. The digests `owned` by all workers add up to that of the state.
+
+    Parameters
+    ----------
+    owned
+        The digest of the elements that this worker owns. Each element has one owner: the lowest rank that holds it.
+    replicated
+        The digests of the elements that several workers hold, by the ranks that hold them. It is equal on all of these ranks.
+    """
+
+    owned: Digest
+    replicated: Mapping[tuple[int, ...], Digest] = field(default_factory=dict)
+
+
+Outcome: TypeAlias = Literal["made", "refused", "quarantined"]
+"""What became of a swap. "refused": the old weights are complete. "quarantined": the weights are in an unknown state."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOutcome:
+    """What became of a swap in one worker. All workers of a server have the same outcome.
+
+    Parameters
+    ----------
+    outcome
+        What became of it.
+    error
+        What failed in this worker, or None. Another worker may have failed.
+    times
+        How long each part of the swap took, in milliseconds.
+    """
+
+    outcome: Outcome
+    error: str | None = None
+    times: Mapping[str, float] = field(default_factory=dict)
+
+
+Agree: TypeAlias = Callable[[bool, Digests | None], Sequence[int]]
+"""Tells all workers whether this one has failed, and waits for what they tell. Returns the ranks that have failed.
+
+With digests, it also compares the sum over all workers with the digest that is expected. If the sum is wrong, all ranks have failed.
+"""
