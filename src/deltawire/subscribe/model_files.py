@@ -8,16 +8,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from ..chain.attachments import attachments_hop, attachments_of, fetch_attachments
-from ..chain.fetch import Fetcher, read_header
+from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
 from ..chain.reader_options import ReaderOptions
 from ..chain.restore import Hop
-from ..chain.routes import Routes, was_collected
+from ..chain.routes import Routes
 from ..chain.version import Version
 from ..chain.walk_route import taking, walk_route
 from ..dtypes import DType
@@ -28,6 +27,7 @@ from ..format.records.record_parts import RecipeRecord
 from ..format.records.version_records import Commit
 from ..store.base import Store
 from .chain_view import ChainView
+from .tensor_table import read_headers
 
 _Loaded = TypeVar("_Loaded")
 _MOST_BYTES = 256 << 20
@@ -137,7 +137,8 @@ def _read(log: ChainLog, target: Commit, patience: float) -> ModelFiles:
     def read(hops: Sequence[Hop]) -> ModelFiles:
         with taking(hops[0]):
             found = _attachments(log, target, hops[0], fetcher) if files is None else files
-            return ModelFiles(found, _dtypes(log, hops[0], fetcher), target.state_bytes, target.tensors, target.recipe)
+            dtypes = {name: spec.dtype for name, spec in read_headers(log, fetcher, hops[0]).items()}
+            return ModelFiles(found, dtypes, target.state_bytes, target.tensors, target.recipe)
 
     return walk_route(routes, lambda: routes.find(None, target), read)
 
@@ -147,13 +148,3 @@ def _attachments(log: ChainLog, target: Commit, hop: Hop, fetcher: Fetcher) -> d
     if sum(entry.size for entry in entries) > _MOST_BYTES:
         raise DataDamaged(f"the attachments of {target.describe()} claim more than {_MOST_BYTES:,} bytes.")
     return fetch_attachments(log, entries, hop, fetcher)
-
-
-def _dtypes(log: ChainLog, hop: Hop, fetcher: Fetcher) -> dict[str, DType]:
-    collected = was_collected(log, hop)
-    found: dict[str, DType] = {}
-    for entry in hop.files:
-        if entry.name is not None and entry.name.endswith(".safetensors"):
-            header = fetcher.patiently(entry, collected, partial(read_header, log.store, entry, most_tensors=hop.target.tensors))
-            found |= {name: tensor.dtype for name, tensor in header.entries.items()}
-    return found

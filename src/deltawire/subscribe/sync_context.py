@@ -59,15 +59,17 @@ class SyncContext:
         """Return a fetcher for the delta files of a route."""
         return RouteFetcher(self.log, hops, self.progress, **self._fetching)
 
+    def fetcher(self) -> Fetcher:
+        """Return a fetcher with the settings of this sync."""
+        return Fetcher(self.log.store, **self._fetching)
+
     def to_file(self, hop: Hop, entry: FileEntry, path: Path) -> None:
         """Fetch a file of a hop into a new file. Afterwards it is checked and on disk."""
-        fetcher = Fetcher(self.log.store, **self._fetching)
-        fetcher.fetch_to_file(entry, path, collected=was_collected(self.log, hop), progress=self.progress)
+        self.fetcher().fetch_to_file(entry, path, collected=was_collected(self.log, hop), progress=self.progress)
 
     def to_memory(self, hop: Hop, entries: Sequence[FileEntry]) -> Iterator[tuple[FileEntry, memoryview]]:
         """Fetch files of a hop in order, and check them."""
-        fetcher = Fetcher(self.log.store, **self._fetching)
-        return fetcher.prefetch(entries, collected=was_collected(self.log, hop), progress=self.progress)
+        return self.fetcher().prefetch(entries, collected=was_collected(self.log, hop), progress=self.progress)
 
     def abandon(self) -> None:
         """Stop waiting for data that are being fetched, because they are no longer wanted."""
