@@ -15,6 +15,8 @@ from safetensors.numpy import save_file
 State = dict[str, np.ndarray[Any, Any]]
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD, INNER, EXPERT = 256, 64, 4, 2, 32, 128, 64
+LATENT, ROPE = 512, 64
+"""The sizes of MLA's compressed keys and values, and of their part with positions. vLLM's kernel for CPUs has no others."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,6 @@ class TinyModel:
 
     def state(self, seed: int = 0) -> State:
         """Return weights by their names in a checkpoint, in bf16."""
-        rng = np.random.default_rng(seed)
         hidden, queries, keys = HIDDEN * self.scale, HEADS * HEAD * self.scale, KV_HEADS * HEAD * self.scale
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, hidden), "model.norm.weight": (hidden,)}
         if not self.tied:
@@ -87,12 +88,7 @@ class TinyModel:
                 shapes[f"{place}down_proj.weight"] = (hidden, width)
             if self.experts:
                 shapes[f"{prefix}mlp.gate.weight"] = (self.experts, hidden)
-        return {
-            name: (1 + 0.1 * rng.normal(size=shape) if "norm" in name else 0.3 / self.scale * rng.normal(size=shape)).astype(
-                ml_dtypes.bfloat16
-            )
-            for name, shape in sorted(shapes.items())
-        }
+        return _random(shapes, seed, 0.3 / self.scale)
 
     def save(self, folder: Path, state: State) -> Path:
         folder.mkdir(parents=True)
@@ -100,6 +96,71 @@ class TinyModel:
         (folder / "config.json").write_text(json.dumps(self.config()))
         _save_tokenizer(folder)
         return folder
+
+
+@dataclass(frozen=True)
+class TinyMla(TinyModel):
+    """A dense model of the DeepSeek-V2 family, with random weights. Its attention is MLA. `query_rank` compresses queries too.
+
+    vLLM serves it with a block size of 16 for the KV cache.
+    """
+
+    query_rank: int | None = 128
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "num_key_value_heads": HEADS * self.scale,
+            "moe_intermediate_size": EXPERT,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": self.layers,  # so no layer has experts
+            "moe_layer_freq": 1,
+            "kv_lora_rank": LATENT,
+            "q_lora_rank": self.query_rank,
+            "qk_rope_head_dim": ROPE,
+            "qk_nope_head_dim": HEAD,
+            "v_head_dim": HEAD,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "scoring_func": "softmax",
+            "aux_loss_alpha": 0.0,
+            "seq_aux": True,
+        }
+
+    def state(self, seed: int = 0) -> State:
+        """Return weights by their names in a checkpoint, in bf16."""
+        hidden, heads = HIDDEN * self.scale, HEADS * self.scale
+        queries = heads * (HEAD + ROPE)
+        shapes = {name: tensor.shape for name, tensor in super().state(seed).items() if ".self_attn." not in name}
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}.self_attn."
+            if self.query_rank is None:
+                shapes[f"{prefix}q_proj.weight"] = (queries, hidden)
+            else:
+                shapes[f"{prefix}q_a_proj.weight"] = (self.query_rank, hidden)
+                shapes[f"{prefix}q_a_layernorm.weight"] = (self.query_rank,)
+                shapes[f"{prefix}q_b_proj.weight"] = (queries, self.query_rank)
+            shapes |= {
+                f"{prefix}kv_a_proj_with_mqa.weight": (LATENT + ROPE, hidden),
+                f"{prefix}kv_a_layernorm.weight": (LATENT,),
+                f"{prefix}kv_b_proj.weight": (heads * (HEAD + HEAD), LATENT),
+                f"{prefix}o_proj.weight": (hidden, heads * HEAD),
+            }
+        return _random(shapes, seed, 0.3 / self.scale)
+
+
+def _random(shapes: dict[str, tuple[int, ...]], seed: int, deviation: float) -> State:
+    rng = np.random.default_rng(seed)
+    return {
+        name: (1 + 0.1 * rng.normal(size=shape) if "norm" in name else deviation * rng.normal(size=shape)).astype(ml_dtypes.bfloat16)
+        for name, shape in sorted(shapes.items())
+    }
 
 
 def runtime_hashes(state: State, ranks: int) -> dict[str, str]:

@@ -6,12 +6,17 @@ Experts have this layout on GPUs with vLLM's Triton kernels, and never on a CPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 
 def register() -> None:
-    if os.environ.get("DELTAWIRE_TEST_UNPACKED_EXPERTS") is None:
-        return
+    if os.environ.get("DELTAWIRE_TEST_UNPACKED_EXPERTS") is not None:
+        install()
+
+
+def install(replace: Callable[[type, str, Any], None] = setattr) -> None:
+    """Change vLLM's experts for CPUs. `replace` sets an attribute of a class: `monkeypatch.setattr` undoes it after a test."""
     import torch
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -30,4 +35,5 @@ def register() -> None:
         output.copy_(total)
 
     for kind in (CPUUnquantizedExperts, *CPUUnquantizedExperts.__subclasses__()):
-        kind.process_weights_after_loading, kind.apply = keep, apply
+        replace(kind, "process_weights_after_loading", keep)
+        replace(kind, "apply", apply)
