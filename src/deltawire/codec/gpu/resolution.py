@@ -47,6 +47,12 @@ class _Group:
         for flat in self.copies.values():
             self.patch.gpu.keep(flat, self.patch.gpu.current())
 
+    def compact(self) -> None:
+        """Free the memory of tensors that are not written. Afterwards, changes cannot be listed."""
+        self.copies = {number: flat for number, flat in self.copies.items() if self.writes[number]}
+        if not self.writes.all():  # otherwise the bases, which may be columns, stay as they are
+            self.bases = [self.bases[number] if write else None for number, write in enumerate(self.writes.tolist())]
+
     def changes(self, numbers: Sequence[int]) -> list[tuple[Indices, Bits]]:
         found: list[tuple[Indices, Bits]] = []
         for number, (indices, values) in zip(numbers, self.patch.changes(numbers), strict=True):
@@ -212,7 +218,11 @@ class GpuResolution:
             self.host.exchange()
 
     def compact(self) -> None:
-        """Make the targets that `exchange` needs, so that it cannot fail. On a GPU only the patch is kept, which cannot be smaller."""
+        """Make the targets that `exchange` needs, so that it cannot fail. Keep only patches, and the tensors that they change."""
+        self.groups = [group for group in self.groups if group.writes.any()]
+        for group in self.groups:
+            group.compact()
+        self.members = self.members[:0]
         self.targets = self._targets()
         if self.host is not None:
             self.host.compact()

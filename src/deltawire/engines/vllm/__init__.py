@@ -6,6 +6,8 @@ In vLLM's processes, in the order in which an update passes through them:
     update_types.py   types that live updates share
     backend.py        the backend, one object in each worker: stages an update while the server generates, writes it while it is paused
     staging.py        finds out what differs between the version that a worker has and the next one
+    live_weights.py   a worker's weights at a version; decodes updates against them, and writes them in one transaction
+    layout_update.py  one such update: decoded, written, undone
     element_map.py    where a model keeps the elements of a checkpoint; writes changed elements there
     loading.py        loads weights through the model's own loaders: single tensors, or everything anew
     read_back.py      reads weights back through the same loaders, and compares them

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ...format.digest import Digest
 from ...format.records.record_parts import CommitRef
+
+if TYPE_CHECKING:
+    from .layout_update import LayoutUpdate
+    from .live_weights import DeltaHop
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,31 @@ class Digests:
 
     owned: Digest
     replicated: Mapping[tuple[int, ...], Digest] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class StagedUpdate:
+    """A hop that is decoded against a worker's weights.
+
+    Parameters
+    ----------
+    hop
+        The hop.
+    update
+        The changes. None if the hop has no files, and only the version changes.
+    before
+        The digests of the weights that it was decoded against.
+    after
+        The digests that the weights will have.
+    nbytes
+        The memory that the changes occupy.
+    """
+
+    hop: DeltaHop
+    update: LayoutUpdate | None
+    before: Digests
+    after: Digests
+    nbytes: int
 
 
 Outcome: TypeAlias = Literal["made", "refused", "quarantined"]

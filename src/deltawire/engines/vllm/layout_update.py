@@ -1,0 +1,333 @@
+"""One update of weights that a worker holds in its own layout: decoded against them, written to them, and undone.
+
+Most tensors are held as the checkpoint has them (`direct`): the codec decodes against the live memory and swaps values there. The others
+are gathered into a temporary tensor in the layout of the checkpoint. Their changes are listed, located in the model's memory, and kept as
+scatter lists. The temporary tensor is freed as soon as its file is decoded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...codec.base import Resolution
+from ...codec.bits import Bits, Indices, on_gpu
+from ...delta.patch import TensorPatch
+from ...delta.plan import Plan, cover, itemsizes_of, resolve_plan
+from ...delta.resolve import plan_delta
+from ...errors import CorruptDelta, EngineRefused, ResultMismatch, TensorsTied
+from ...format import delta_file
+from ...format.delta_file import Coverage, DeltaBytes
+from ...format.digest import Digest
+from ...format.records.record_parts import CommitRef
+from ...tensors.gpu_handover import on_side_stream
+from ...tensors.state import codec_for, state_digest, thread_count
+from ...tensors.torch_types import gpu_of, to_torch, torch_dtype
+from .layout.types import ModuleRule, Scatter, TensorLayout
+
+Changes = tuple[torch.Tensor, torch.Tensor]
+"""Flat indices of changed elements (int64), and their new bits as signed integers."""
+
+
+class Layout(Protocol):
+    """How a worker holds the tensors of a chain. `layout.model_layout.ModelLayout` is one."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorLayout]: ...
+
+    @property
+    def modules(self) -> Mapping[str, ModuleRule]: ...
+
+    def is_valid_for(self, model: Any) -> bool: ...
+
+    def gather(self, name: str, *, owned_only: bool = False) -> torch.Tensor: ...
+
+    def locate(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> list[Scatter]: ...
+
+
+class BaseSource(Protocol):
+    """Has the tensors that a worker cannot read from its own memory."""
+
+    def base(self, name: str) -> torch.Tensor | NDArray[Any]:
+        """Return the whole tensor of the live version in checkpoint layout."""
+        ...
+
+    def settled(self, ref: CommitRef, changes: Mapping[str, TensorPatch]) -> None:
+        """Note that a swap to a version is confirmed, and what it changed."""
+        ...
+
+
+class LayoutUpdate:
+    """The changes of one hop, decoded against live weights. `complete` must be called when all files are added.
+
+    Parameters
+    ----------
+    layout
+        How this worker holds the tensors.
+    source
+        Has the tensors that the worker cannot read from its own memory. None if there are none.
+    threads
+        Number of threads for decoding on the host. None means one per core.
+    """
+
+    def __init__(self, layout: Layout, source: BaseSource | None = None, *, threads: int | None = None) -> None:
+        self._layout = layout
+        self._source = source
+        self._threads = thread_count(threads)
+        self._tied = tied_tensors(layout.tensors)
+        self._direct: Resolution | None = None
+        """The changes of files that change only direct tensors."""
+        self._patches: list[Resolution] = []
+        """All changes that are swapped by a codec: the above, and those of direct tensors whose files also change other tensors."""
+        self._scatters: list[Scatter] = []
+        self._tied_changes: dict[str, list[Changes]] = {}
+        self._coverage = Coverage()
+        self._swapped = 0
+        """The number of patches that hold old values."""
+        self.is_applied = False
+        self.nbytes = 0
+        """Memory that the update occupies."""
+        self.changed = 0
+        """The number of elements that the update changes."""
+        self.touched: set[str] = set()
+        """The tensors that change."""
+        self.kept: dict[str, list[TensorPatch]] = {}
+        """The changes of tensors that came from the source. A tensor may change in several files."""
+        self.direct_change = Digest()
+        """The difference that the update makes to the digest of all direct tensors."""
+        self.other_change = Digest()
+        """The difference that it makes to the digest of all other tensors."""
+
+    def add(self, names: Sequence[str], delta: DeltaBytes) -> tuple[Digest, Digest]:
+        """Decode a file of a delta against the live weights. Changes nothing. Returns the digests of these tensors before and after.
+
+        A GPU works on a separate stream, so that generation goes on. Raises as `PreparedUpdate.add` does, and `EngineRefused` if the base
+        of a tensor is not at hand. After an error the update must not be used.
+
+        Parameters
+        ----------
+        names
+            The tensors that the file covers, ascending.
+        delta
+            The bytes of the delta file.
+        """
+        with on_side_stream(_some_memory(self._layout.tensors)) as wait:
+            bases = {name: self._base(name) for name in names}
+            file = delta_file.parse(delta, names=bases)
+            if file.structure.added or file.structure.removed:
+                raise CorruptDelta("the delta adds or removes tensors, but an update in memory can only change values.")
+            plan = plan_delta(bases, file)
+            cover(self._coverage, plan)
+            if all(self._is_plain(tensor.name) for tensor in plan.tensors):
+                self._add_direct(plan)
+                self.direct_change += file.after - file.before
+            else:
+                other = self._add_mixed(plan, bases)
+                self.other_change += other
+                self.direct_change += file.after - file.before - other
+            wait()
+        return file.before, file.after
+
+    def complete(self) -> None:
+        """Free all memory that only `add` needs. Raises `TensorsTied` if names that share memory change in different ways."""
+        for name, first in self._tied.items():
+            one, other = (self._tied_changes.get(each, []) for each in (first, name))
+            if not _are_same(one, other):
+                raise TensorsTied.of(first, name, changed=[each for each, found in ((first, one), (name, other)) if found])
+        self._tied_changes.clear()
+        self._coverage = Coverage()
+        if self._direct is not None:
+            self._direct.compact()
+            self._patches.append(self._direct)
+            self._direct = None
+
+    def apply(self) -> None:
+        """Write the new values. After an error, `revert` restores the old ones."""
+        self.is_applied = True
+        for patch in self._patches[self._swapped :]:
+            self._swapped += 1
+            patch.exchange()
+        with torch.no_grad():
+            for scatter in self._scatters:
+                _write_new(scatter)
+
+    def revert(self) -> None:
+        """Write the old values back, as far as new ones were written."""
+        self.is_applied = False
+        with torch.no_grad():
+            for scatter in reversed(self._scatters):
+                _write_old(scatter)
+        for patch in reversed(self._patches[: self._swapped]):
+            self._swapped -= 1
+            patch.exchange()
+
+    def check(self) -> None:
+        """Raise `ResultMismatch` unless the scattered elements have the values that were written last.
+
+        The elements of direct tensors are not compared: a swapped patch has the values that it replaced. Their digest shows them.
+        """
+        with torch.no_grad():
+            expected = [(scatter, scatter.new if self.is_applied else scatter.old) for scatter in self._scatters]
+            verdicts = [(_read(scatter) == values).all() for scatter, values in expected if values is not None]
+        if verdicts and not bool(torch.stack(verdicts).all()):
+            raise ResultMismatch("some written elements have wrong values.")
+
+    def _base(self, name: str) -> torch.Tensor:
+        """Return a tensor of the live version in checkpoint layout: live memory, or a temporary."""
+        layout = self._layout.tensors[name]
+        if layout.direct is not None:
+            return layout.direct
+        if layout.kind == "mapped":
+            return self._layout.gather(name)
+        if self._source is None:
+            raise EngineRefused(f"the worker cannot read tensor {name!r} from its memory: {layout.reason or layout.kind}")
+        found = self._source.base(name)
+        own = found if isinstance(found, torch.Tensor) else to_torch(found)
+        memory = next(iter(_some_memory(self._layout.tensors).values()), own)
+        return own.to(memory.device, copy=True)
+
+    def _is_plain(self, name: str) -> bool:
+        """Return whether a tensor is direct, and the codec writes it by itself."""
+        layout = self._layout.tensors[name]
+        return layout.direct is not None and len(layout.placements) <= 1 and name not in self._listed
+
+    @functools.cached_property
+    def _listed(self) -> frozenset[str]:
+        """Direct tensors whose changes must be known: names that share memory."""
+        return frozenset(self._tied) | frozenset(self._tied.values())
+
+    def _add_direct(self, plan: Plan) -> None:
+        codec = codec_for(plan.tensors)
+        if self._direct is None:
+            self._direct = codec.deferred_resolution(self._threads)
+        plan.writes[:] = True
+        resolve_plan(plan, self._direct, codec, self._threads, None)
+        self._note(plan)
+
+    def _add_mixed(self, plan: Plan, bases: Mapping[str, torch.Tensor]) -> Digest:
+        """Decode a file, and list the changes that the codec does not write.
+
+        Returns the difference that it makes to the digest of tensors that are not direct.
+        """
+        codec = codec_for(plan.tensors)
+        on_device = any(gpu_of(base) is not None for base in bases.values())
+        if on_device:  # the host's codec would keep what is not written, and lists take no more memory there
+            plan.writes[:] = [self._is_plain(tensor.name) for tensor in plan.tensors]
+        resolution = codec.deferred_resolution(self._threads) if plan.writes.any() else codec.resolution(self._threads, 2**63)
+        resolve_plan(plan, resolution, codec, self._threads, None)
+        listed = np.flatnonzero((plan.changed[: len(plan.tensors)] > 0) & ~plan.writes).tolist()
+        found = resolution.changes(plan.numbers[listed].tolist())
+        others = {name: bases[name] for name in {plan.tensors[number].name for number in listed} if not self._is_direct(name)}
+        before = state_digest(others, threads=self._threads)
+        for number, (indices, bits) in zip(listed, found, strict=True):
+            tensor = plan.tensors[number]
+            self._add_changes(tensor.name, _changes(indices, bits, tensor.start), others.get(tensor.name))
+        after = state_digest(others, threads=self._threads)
+        if plan.writes.any():
+            resolution.compact()
+            self._patches.append(resolution)
+        self._note(plan)
+        return after - before
+
+    def _is_direct(self, name: str) -> bool:
+        return self._layout.tensors[name].direct is not None
+
+    def _add_changes(self, name: str, changes: Changes, temporary: torch.Tensor | None) -> None:
+        """Keep the changes of a tensor as scatter lists, and make them in its temporary copy."""
+        layout, (indices, values) = self._layout.tensors[name], changes
+        if temporary is not None:
+            flat = temporary.reshape(-1).view(values.dtype)
+            flat[indices] = values
+        if layout.kind in ("module", "absent", "partial"):
+            self.kept.setdefault(name, []).append(TensorPatch(indices, values.view(torch_dtype(layout.spec.dtype)), layout.spec.shape))
+        if name in self._listed:
+            self._tied_changes.setdefault(name, []).append(changes)
+        if name in self._tied:
+            return
+        if layout.direct is not None and len(layout.placements) <= 1:
+            memory = layout.direct.detach().reshape(-1).view(values.dtype)
+            scatters = [Scatter(memory, indices.to(torch.int32) if memory.numel() < 2**31 else indices, values)]
+        else:
+            scatters = self._layout.locate(name, indices, values)
+        for scatter in scatters:
+            if len(scatter.indices):
+                self._scatters.append(scatter)
+                self.nbytes += scatter.indices.nbytes + 2 * scatter.new.nbytes
+
+    def _note(self, plan: Plan) -> None:
+        held = len(plan.tensors)
+        changed = plan.changed[:held]
+        self.touched.update(plan.tensors[number].name for number in np.flatnonzero(changed).tolist())
+        self.changed += int(changed.sum())
+        self.nbytes += int((np.where(plan.writes, changed, 0) * (4 + itemsizes_of(plan.tensors))).sum())
+
+
+def tied_tensors(tensors: Mapping[str, TensorLayout]) -> dict[str, str]:
+    """Return the names of tensors that have the same memory as an earlier one, each with the name of that one."""
+    first_at: dict[object, str] = {}
+    found: dict[str, str] = {}
+    for name, layout in tensors.items():
+        for memory in _memory_of(layout):
+            first = first_at.setdefault(memory, name)
+            if first != name:
+                found.setdefault(name, first)
+    return found
+
+
+def _memory_of(layout: TensorLayout) -> Iterator[object]:
+    if layout.direct is not None:
+        yield layout.direct.data_ptr(), layout.direct.nbytes
+    elif layout.kind == "mapped" or layout.kind == "partial":
+        for placement in layout.placements:
+            yield placement.memory.data_ptr(), placement.nests
+
+
+def _some_memory(tensors: Mapping[str, TensorLayout]) -> dict[str, torch.Tensor]:
+    """Return memory of the model, which tells the device to work on."""
+    for name, layout in tensors.items():
+        if layout.direct is not None:
+            return {name: layout.direct}
+        for placement in layout.placements:
+            return {name: placement.memory}
+    return {}
+
+
+def _changes(indices: Indices, bits: Bits, start: int) -> Changes:
+    at = torch.from_numpy(indices) if isinstance(indices, np.ndarray) else indices
+    values = bits.tensor if on_gpu(bits) else torch.from_numpy(bits.view(f"i{bits.itemsize}"))
+    return (at + start if start else at), values
+
+
+def _are_same(one: Sequence[Changes], other: Sequence[Changes]) -> bool:
+    if not one or not other:
+        return not one and not other
+    (a, b), (c, d) = (tuple(torch.cat([each[side] for each in found]) for side in (0, 1)) for found in (one, other))
+    return bool(torch.equal(a, c) and torch.equal(b, d))
+
+
+def _read(scatter: Scatter) -> torch.Tensor:
+    values = scatter.memory[scatter.indices]
+    return values if scatter.half is None else (values >> 4 * scatter.half) & 15
+
+
+def _write(scatter: Scatter, values: torch.Tensor) -> None:
+    if scatter.half is not None:
+        keeps = 0x0F if scatter.half else -16  # the bits of the other half, in a signed byte
+        values = scatter.memory[scatter.indices] & keeps | values << 4 * scatter.half
+    scatter.memory[scatter.indices] = values
+
+
+def _write_new(scatter: Scatter) -> None:
+    if scatter.old is None:
+        scatter.old = _read(scatter)
+    _write(scatter, scatter.new)
+
+
+def _write_old(scatter: Scatter) -> None:
+    if scatter.old is not None:
+        _write(scatter, scatter.old)

@@ -1,0 +1,354 @@
+"""A worker's weights at a version of the chain. Updates are decoded against them, and written to them in one transaction.
+
+All workers of a server make a swap together. First they tell each other whether they are ready. Then each writes its part and reads it
+back. If any of them fails, all write the old values back. A worker whose weights are then not exactly the old ones is *quarantined*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+
+from ...errors import BaseMismatch, ChainBroken, EngineQuarantined, EngineRefused, ResultMismatch
+from ...format.delta_file import DeltaBytes
+from ...format.digest import Digest
+from ...format.records.record_parts import FileEntry, record_hash
+from ...format.records.version_records import Commit
+from ...subscribe.tensor_table import TensorTable
+from ...tensors.gpu_handover import on_side_stream
+from ...tensors.state import state_digest
+from ...tensors.torch_types import to_torch
+from .layout.types import ModuleRule
+from .layout_update import BaseSource, Layout, LayoutUpdate
+from .update_types import Agree, Digests, LiveVersion, Outcome, StagedUpdate, SwapOutcome
+
+logger = logging.getLogger("vllm.deltawire")
+
+Confirm = Literal["auto", "written", "everything"]
+"""What is checked within a swap: the digest of all direct tensors, if that is quick; only listed elements; or every element."""
+
+_QUICK_BYTES = {"cpu": 1 << 30, "cuda": 20 << 30}
+"""Direct tensors of at most this size are digested within a swap. A GPU needs 0.27 ms per GB."""
+
+
+class DeltaHop(Protocol):
+    """A hop whose files are at hand."""
+
+    @property
+    def base(self) -> Commit: ...
+
+    @property
+    def target(self) -> Commit: ...
+
+    @property
+    def files(self) -> Sequence[FileEntry]: ...
+
+
+class LiveWeights:
+    """A worker's weights. `learn` must be called first, then `adopt` with the version that they have.
+
+    Parameters
+    ----------
+    model
+        The worker's model.
+    learn_layout
+        Finds where the model keeps each element of the chain's tensors.
+    source
+        Has the tensors that the worker cannot read from its own memory. None if there is none.
+    recompute
+        Computes tensors of modules that depend on changed weights, in place. None if no module can be recomputed.
+    confirm
+        What is checked within a swap.
+    threads
+        Number of threads for decoding and digests on the host. None means one per core.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        learn_layout: Callable[[TensorTable], Layout],
+        *,
+        source: BaseSource | None = None,
+        recompute: Callable[[Sequence[ModuleRule]], None] | None = None,
+        confirm: Confirm = "auto",
+        threads: int | None = None,
+    ) -> None:
+        self._model = model
+        self._learn_layout = learn_layout
+        self._source = source
+        self._recompute = recompute
+        self._confirm = confirm
+        self._threads = threads
+        self.version: LiveVersion | None = None
+        """The version that the weights have. None if it is unknown."""
+        self.layout: Layout | None = None
+        self.is_quarantined = False
+        """Whether the weights are in an unknown state."""
+        self.is_unconfirmed = False
+        """Whether the direct tensors were written, but not digested since."""
+        self._names: Sequence[str] = ()
+        self._direct: Mapping[str, torch.Tensor] = {}
+        self._is_quick = True
+        """Whether the digest of the direct tensors is computed within each swap."""
+        self._unreadable: str | None = None
+        self._direct_digest = self._other_digest = Digest()
+
+    def learn(self, table: TensorTable) -> None:
+        """Learn where the model keeps each element of the chain's tensors. The version is forgotten. Call it on the worker's main thread.
+
+        Parameters
+        ----------
+        table
+            The tensors of the chain.
+        """
+        self.forget()
+        layout = self._learn_layout(table)
+        self._names = list(table)
+        self._direct = {name: tensor.direct for name, tensor in layout.tensors.items() if tensor.direct is not None}
+        limit = {tensor.device: _QUICK_BYTES.get(tensor.device.type, 0) for tensor in self._direct.values()}
+        self._is_quick = sum(tensor.nbytes for tensor in self._direct.values()) <= min(limit.values(), default=0)
+        self._unreadable = None
+        for name, tensor in layout.tensors.items():
+            if tensor.kind in ("module", "partial", "absent") and self._source is None:
+                self._unreadable = f"tensor {name!r} cannot be read from the worker's memory: {tensor.reason or tensor.kind}"
+                break
+        self.layout = layout
+
+    @property
+    def why_not(self) -> str | None:
+        """Why these weights cannot be updated where they are. None if they can."""
+        if self.layout is None:
+            return "the layout of the weights is not known"
+        if not self.layout.is_valid_for(self._model):
+            return "a tensor of the model has moved in memory"
+        return self._unreadable
+
+    def digest(self) -> Digests:
+        """Read all weights, in the layout of the checkpoint, and return their digests. A GPU works on a separate stream."""
+        assert self.layout is not None
+        with on_side_stream(self._direct) as wait:
+            direct, other = self._digest_direct(), Digest()
+            for name, tensor in self.layout.tensors.items():
+                if tensor.direct is None:
+                    other += state_digest({name: self._read(name)}, threads=self._threads)
+            wait()
+        self._direct_digest, self._other_digest = direct, other
+        return Digests(direct + other)
+
+    def adopt(self, version: LiveVersion) -> None:
+        """Take the weights for those of a version. Raises `BaseMismatch` if they are not.
+
+        Parameters
+        ----------
+        version
+            The version.
+        """
+        found = self.digest().owned
+        if found != version.digest:
+            raise BaseMismatch(f"the weights in memory have digest {found}; those of commit {version.ref.seq} have {version.digest}.")
+        self.version, self.is_quarantined, self.is_unconfirmed = version, False, False
+
+    def forget(self) -> None:
+        """Forget the version, because other code has written to the weights."""
+        self.version = None
+
+    def stage(self, hop: DeltaHop, read: Callable[[FileEntry], DeltaBytes]) -> StagedUpdate:
+        """Decode a hop against the live weights, while the server generates. Changes nothing.
+
+        Raises `BaseMismatch` if the hop begins at another version or the live weights are not what they should be, `ResultMismatch` if it
+        does not lead to its target, and `EngineRefused` if this update cannot be written to live memory.
+
+        Parameters
+        ----------
+        hop
+            The hop.
+        read
+            Returns the bytes of a file of the hop.
+        """
+        version = self.version
+        if version is None or self.layout is None or version.digest != hop.base.digest:
+            raise BaseMismatch(f"{hop.target.describe()} is relative to {hop.base.describe()}, which is not the version of the weights.")
+        if (reason := self.why_not) is not None:
+            raise EngineRefused(f"the weights cannot be updated where they are: {reason}.")
+        update = LayoutUpdate(self.layout, self._source, threads=self._threads)
+        difference = Digest()
+        for entry in hop.files:
+            before, after = update.add(self._covered(entry), read(entry))
+            difference += after - before
+        update.complete()
+        if version.digest + difference != hop.target.digest:
+            raise ResultMismatch(f"the files of {hop.target.describe()} do not lead to its digest {hop.target.digest}.")
+        self._rules(update)
+        before_all, after_all = Digests(version.digest), Digests(version.digest + difference)
+        return StagedUpdate(hop, update if hop.files else None, before_all, after_all, update.nbytes)
+
+    def swap(self, staged: StagedUpdate, agree: Agree) -> SwapOutcome:
+        """Write a staged update, together with all other workers. Never raises.
+
+        Parameters
+        ----------
+        staged
+            The update.
+        agree
+            Tells all workers whether this one has failed.
+        """
+        times: dict[str, float] = {}
+        began = time.perf_counter()
+        errors: list[str] = []
+        outcome = self._swap(staged, agree, errors, times)
+        times["total_ms"] = (time.perf_counter() - began) * 1e3
+        if outcome == "quarantined":
+            self.version, self.is_quarantined = None, True
+        return SwapOutcome(outcome, "; ".join(errors) or None, times)
+
+    def check_direct(self) -> None:
+        """Digest the direct tensors. Quarantines the worker and raises `EngineQuarantined` if they are not what the last swap wrote.
+
+        A swap calls it by itself if that is quick. Otherwise `is_unconfirmed` is True, and it must be called afterwards.
+        """
+        with on_side_stream(self._direct) as wait:
+            found = self._digest_direct()
+            wait()
+        if found != self._direct_digest:
+            self.version, self.is_quarantined = None, True
+            raise EngineQuarantined(f"the weights in memory have digest {found}, not {self._direct_digest}.")
+        self.is_unconfirmed = False
+
+    def _swap(self, staged: StagedUpdate, agree: Agree, errors: list[str], times: dict[str, float]) -> Outcome:
+        """Make the transaction. Adds what failed in this worker to `errors`."""
+        with _timed(times, "agree_ms"), _noting(errors):
+            self._check_ready(staged)
+        with _timed(times, "agree_ms"):
+            failed = _ask(agree, staged.after, errors)
+        if failed:
+            return "refused"
+        update, attempts = staged.update, len(errors)
+        if update is not None:
+            with _noting(errors):
+                self._write(update, times)
+                with _timed(times, "confirm_ms"):
+                    self._check(update)
+        with _timed(times, "agree_ms"):
+            failed = _ask(agree, None, errors, since=attempts)
+        if not failed:
+            self._note_made(staged)
+            return "made"
+        if update is None:
+            return "refused"
+        attempts = len(errors)
+        with _noting(errors):
+            update.revert()
+            self._run_rules(update)
+            self._check(update, everything=True)
+        failed = _ask(agree, None, errors, since=attempts)
+        return "quarantined" if failed else "refused"
+
+    def _check_ready(self, staged: StagedUpdate) -> None:
+        if self.is_quarantined or self.version is None or self.version.digest != staged.hop.base.digest:
+            raise EngineRefused(f"the weights are not those of {staged.hop.base.describe()}, which the update was made for.")
+        if self.is_unconfirmed:
+            self.check_direct()
+        if (reason := self.why_not) is not None:
+            raise EngineRefused(f"the weights cannot be updated where they are: {reason}.")
+
+    def _write(self, update: LayoutUpdate, times: dict[str, float]) -> None:
+        with _timed(times, "write_ms"):
+            update.apply()
+        with _timed(times, "recompute_ms"):
+            self._run_rules(update)
+
+    def _rules(self, update: LayoutUpdate) -> list[ModuleRule]:
+        """Return the rules of modules that depend on changed tensors. Raises `EngineRefused` if one of them cannot be recomputed."""
+        assert self.layout is not None
+        names = {module for name in update.touched for module in self.layout.tensors[name].modules}
+        rules = [self.layout.modules[name] for name in sorted(names)]
+        for rule in rules:
+            if rule.how != "recompute" or self._recompute is None:
+                raise EngineRefused(f"module {rule.name!r} must be loaded anew: {rule.reason}")
+        return rules
+
+    def _run_rules(self, update: LayoutUpdate) -> None:
+        rules = self._rules(update)
+        if rules and self._recompute is not None:
+            self._recompute(rules)
+
+    def _check(self, update: LayoutUpdate, *, everything: bool = False) -> None:
+        """Raise `ResultMismatch` unless the weights are what was written last."""
+        update.check()
+        expected = self._direct_digest + update.direct_change if update.is_applied else self._direct_digest
+        if everything or self._confirm == "everything" or (self._confirm == "auto" and self._is_quick):
+            found = self._digest_direct()
+            if found != expected:
+                raise ResultMismatch(f"after the write, the direct tensors have digest {found}, not {expected}.")
+        if self._confirm == "everything" and self.layout is not None:
+            others = [name for name, tensor in self.layout.tensors.items() if tensor.kind == "mapped"]
+            if len(others) + len(self._direct) == len(self.layout.tensors):
+                total = Digest()
+                for name in others:
+                    total += state_digest({name: self.layout.gather(name)}, threads=self._threads)
+                if total != (self._other_digest + update.other_change if update.is_applied else self._other_digest):
+                    raise ResultMismatch("after the write, tensors that are not in checkpoint layout have wrong values.")
+
+    def _note_made(self, staged: StagedUpdate) -> None:
+        target, update = staged.hop.target, staged.update
+        assert target.digest is not None
+        self.version = LiveVersion(target.ref(record_hash(target.to_bytes())), target.digest)
+        if update is not None:
+            self._direct_digest += update.direct_change
+            self._other_digest += update.other_change
+            self.is_unconfirmed = self._confirm == "written" or (self._confirm == "auto" and not self._is_quick)
+
+    def _digest_direct(self) -> Digest:
+        return state_digest(self._direct, threads=self._threads)
+
+    def _read(self, name: str) -> torch.Tensor:
+        """Return a tensor that is not direct, in the layout of the checkpoint."""
+        assert self.layout is not None
+        if self.layout.tensors[name].kind == "mapped":
+            return self.layout.gather(name)
+        if self._source is None:
+            raise EngineRefused(f"the weights cannot be digested where they are: {self.why_not}.")
+        found = self._source.base(name)
+        return found if isinstance(found, torch.Tensor) else to_torch(found)
+
+    def _covered(self, entry: FileEntry) -> Sequence[str]:
+        if entry.first is None or entry.count is None or entry.first + entry.count > len(self._names):
+            raise ChainBroken(f"{entry.key} is said to cover tensors that the chain does not have.")
+        return self._names[entry.first : entry.first + entry.count]
+
+
+@contextlib.contextmanager
+def _noting(errors: list[str]) -> Iterator[None]:
+    """Turn an exception into a note."""
+    try:
+        yield
+    except Exception as error:
+        logger.exception("deltawire: an update failed")
+        errors.append(f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def _timed(times: dict[str, float], name: str) -> Iterator[None]:
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        times[name] = times.get(name, 0.0) + (time.perf_counter() - began) * 1e3
+
+
+def _ask(agree: Agree, digests: Digests | None, errors: list[str], *, since: int = 0) -> bool:
+    """Tell all workers whether this one noted an error. Returns whether any worker failed, or could not be asked."""
+    try:
+        failed = agree(len(errors) > since, digests if len(errors) == since else None)
+    except Exception as error:
+        logger.exception("deltawire: the workers could not agree")
+        errors.append(f"{type(error).__name__}: {error}")
+        return True
+    if failed and len(errors) == since:
+        errors.append(f"workers {list(failed)} failed")
+    return bool(failed)

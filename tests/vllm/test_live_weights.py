@@ -1,0 +1,339 @@
+"""Updates of a worker's weights where they are: exact in every layout, and complete or undone. These tests need torch, but not vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+
+from emulator.build import compiler  # noqa: E402
+from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
+from fake_layout import FakeLayout, FakeWorker, State, alone  # noqa: E402
+
+from deltawire.engines.vllm import layout_update  # noqa: E402
+from deltawire.engines.vllm.layout.types import ModuleRule  # noqa: E402
+from deltawire.engines.vllm.layout_update import LayoutUpdate  # noqa: E402
+from deltawire.engines.vllm.update_types import SwapOutcome  # noqa: E402
+from deltawire.errors import BaseMismatch, CorruptDelta, EngineQuarantined, EngineRefused, TensorsTied  # noqa: E402
+
+
+@pytest.fixture(params=["host", "gpu"])
+def device(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "gpu" and compiler() is None:
+        pytest.skip("needs a C++ compiler to emulate a GPU")
+    with emulated(EmulatedGpu()) if request.param == "gpu" else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture
+def worker() -> FakeWorker:
+    return FakeWorker()
+
+
+def swap(worker: FakeWorker, hop: Any) -> SwapOutcome:
+    return worker.weights.swap(worker.weights.stage(hop, worker.read), alone)
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize(("confirm", "mixed"), [("auto", True), ("auto", False), ("written", True), ("everything", True)])
+def test_updates_are_exact_in_every_layout(confirm: Any, mixed: bool) -> None:
+    worker = FakeWorker(confirm=confirm, mixed=mixed)
+    for number in range(2, 5):
+        hop = worker.step()
+        old = worker.held()
+        staged = worker.weights.stage(hop, worker.read)
+        assert worker.held() == old  # staging changes nothing
+        assert worker.weights.swap(staged, alone).outcome == "made"
+        assert worker.held() == worker.expected()
+        assert worker.weights.version is not None
+        assert worker.weights.version.ref.seq == hop.target.seq
+        assert worker.weights.is_unconfirmed == (confirm == "written")
+        if confirm == "written":
+            worker.weights.check_direct()
+        assert worker.weights.digest().owned == hop.target.digest, number
+
+
+@pytest.mark.usefixtures("device")
+def test_temporary_tensors_are_freed_when_their_file_is_decoded(worker: FakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Any]] = []
+    gather = worker.layout.gather
+
+    def watched(name: str) -> Any:
+        tensor = gather(name)
+        alive.append(weakref.ref(tensor.untyped_storage()))
+        return tensor
+
+    monkeypatch.setattr(worker.layout, "gather", watched)
+    staged = worker.weights.stage(worker.step(), worker.read)
+    assert len(alive) == 3
+    assert not [each for each in alive if each() is not None]
+    assert worker.weights.swap(staged, alone).outcome == "made"
+    assert worker.held() == worker.expected()
+
+
+def test_a_hop_without_files_only_changes_the_label(worker: FakeWorker) -> None:
+    old = worker.held()
+    hop = worker.step(lambda state: None)
+    assert not hop.files
+    assert swap(worker, hop).outcome == "made"
+    assert worker.weights.version is not None
+    assert worker.weights.version.ref.seq == hop.target.seq
+    assert worker.held() == old
+
+
+def test_weights_of_another_version_are_not_adopted(worker: FakeWorker) -> None:
+    version = worker.weights.version
+    assert version is not None
+    for name in worker.layout.memory:
+        bit = 1 << 16 if name == "scale" else 1  # float32 that is not widened bfloat16 cannot come from a checkpoint
+        worker.layout.memory[name][-1] ^= bit
+        with pytest.raises(BaseMismatch):
+            worker.weights.adopt(version)
+        worker.layout.memory[name][-1] ^= bit
+    worker.weights.adopt(version)
+
+
+@pytest.mark.parametrize("name", ["direct", "direct.too", "turned", "scale", "nibbles"])
+def test_foreign_writes_are_noticed_before_anything_is_written(worker: FakeWorker, name: str) -> None:
+    hop = worker.step()
+    worker.layout.memory[name][-1] ^= 0x10000 if name == "scale" else 1
+    old = worker.held()
+    with pytest.raises(BaseMismatch):
+        worker.weights.stage(hop, worker.read)
+    assert worker.held() == old
+
+
+def test_damaged_and_foreign_deltas_are_refused(worker: FakeWorker) -> None:
+    hop, old = worker.step(), worker.held()
+    with pytest.raises(CorruptDelta):
+        worker.weights.stage(hop, lambda entry: worker.read(entry)[:-3])
+    second = worker.step()
+    with pytest.raises(BaseMismatch, match="is relative to version 2"):
+        worker.weights.stage(second, worker.read)
+    assert worker.held() == old
+    staged = worker.weights.stage(hop, worker.read)
+    assert swap(worker, hop).outcome == "made"
+    assert worker.weights.swap(staged, alone).outcome == "refused"  # it was made for the version before
+    assert swap(worker, second).outcome == "made"
+    assert worker.held() == worker.expected()
+
+
+# Faults in the transaction
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("injected")
+
+
+def half_written(scatter: Any) -> None:
+    """Write the first of two values, then fail."""
+    scatter.old = layout_update._read(scatter)
+    scatter.memory[scatter.indices[:1]] ^= 1
+    fail()
+
+
+Fault = Callable[[pytest.MonkeyPatch, FakeWorker], None]
+FAULTS: dict[str, Fault] = {
+    "the first scatter list fails half-way": lambda patch, worker: patch.setattr(layout_update, "_write_new", half_written),
+    "the write is incomplete": lambda patch, worker: patch.setattr(layout_update, "_write_new", lambda scatter: None),
+    "the check fails": lambda patch, worker: patch.setattr(LayoutUpdate, "check", once(LayoutUpdate.check)),
+    "a direct tensor is wrong": lambda patch, worker: patch.setattr(LayoutUpdate, "apply", apply_and_damage(worker)),
+    "the patch fails half-way": lambda patch, worker: patch.setattr(LayoutUpdate, "apply", apply_and_fail),
+}
+_apply = LayoutUpdate.apply
+
+
+def once(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    calls = iter([fail])
+    return lambda self: next(calls, method)(self)
+
+
+def apply_and_fail(update: LayoutUpdate) -> None:
+    _apply(update)
+    fail()
+
+
+def apply_and_damage(worker: FakeWorker) -> Callable[[LayoutUpdate], None]:
+    def damaged(update: LayoutUpdate) -> None:
+        _apply(update)
+        worker.layout.memory["direct"][5] ^= 4
+        worker.damage.append("direct")  # type: ignore[attr-defined]
+
+    worker.damage = []  # type: ignore[attr-defined]
+    return damaged
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_old_bits_are_back_after_a_fault(worker: FakeWorker, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hop, old = worker.step(), worker.held()
+    with monkeypatch.context() as patch:
+        FAULTS[fault](patch, worker)
+        found = swap(worker, hop)
+    if fault == "a direct tensor is wrong":  # an element that the update did not write cannot be restored
+        assert found.outcome == "quarantined"
+        assert worker.weights.is_quarantined
+        assert worker.weights.version is None
+        with pytest.raises(BaseMismatch):
+            swap(worker, hop)
+        return
+    assert found.outcome == "refused", found
+    assert worker.held() == old
+    assert not worker.weights.is_quarantined
+    assert swap(worker, hop).outcome == "made"
+    assert worker.held() == worker.expected()
+
+
+def test_a_failed_revert_quarantines(worker: FakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    hop = worker.step()
+    monkeypatch.setattr(LayoutUpdate, "apply", apply_and_fail)
+    monkeypatch.setattr(LayoutUpdate, "revert", fail)
+    found = swap(worker, hop)
+    assert found.outcome == "quarantined"
+    assert found.error is not None
+    assert "injected" in found.error
+
+
+def test_moved_memory_is_refused(worker: FakeWorker) -> None:
+    hop, old = worker.step(), worker.held()
+    staged = worker.weights.stage(hop, worker.read)
+    worker.layout.is_valid = False
+    found = worker.weights.swap(staged, alone)
+    assert found.outcome == "refused"
+    assert found.error is not None
+    assert "has moved" in found.error
+    assert worker.held() == old
+    with pytest.raises(EngineRefused, match="has moved"):
+        worker.weights.stage(hop, worker.read)
+
+
+def test_a_digest_that_is_wrong_afterwards_quarantines(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = FakeWorker(confirm="written")
+    hop = worker.step()
+    monkeypatch.setattr(LayoutUpdate, "apply", apply_and_damage(worker))
+    assert swap(worker, hop).outcome == "made"
+    with pytest.raises(EngineQuarantined):
+        worker.weights.check_direct()
+    assert worker.weights.is_quarantined
+    assert worker.weights.version is None
+
+
+# Several workers
+
+
+class Ranks:
+    """Lets threads agree as workers do. `expected` is the sum that the digests must have."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._failed: dict[int, bool] = {}
+        self.outcomes: dict[int, SwapOutcome] = {}
+
+    def agree(self, rank: int) -> Callable[[bool, Any], list[int]]:
+        def ask(failed: bool, digests: Any) -> list[int]:
+            self._failed[rank] = failed
+            self._barrier.wait()
+            found = sorted(rank for rank, failed in self._failed.items() if failed)
+            self._barrier.wait()
+            return found
+
+        return ask
+
+    def swap(self, workers: list[FakeWorker], staged: list[Any]) -> list[str]:
+        def run(rank: int) -> None:
+            self.outcomes[rank] = workers[rank].weights.swap(staged[rank], self.agree(rank))
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(workers))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [self.outcomes[rank].outcome for rank in range(len(workers))]
+
+
+@pytest.mark.parametrize("step", ["ready", "write", "check", "revert"])
+def test_all_workers_undo_a_swap_that_one_of_them_fails(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = [FakeWorker(), FakeWorker(), FakeWorker()]
+    hops = [worker.step() for worker in workers]
+    old = [worker.held() for worker in workers]
+    staged = [worker.weights.stage(hop, worker.read) for worker, hop in zip(workers, hops, strict=True)]
+    with monkeypatch.context() as patch:
+        update = staged[1].update
+        assert update is not None
+        if step == "ready":
+            patch.setattr(workers[1].layout, "is_valid", False)
+        else:
+            name = "apply" if step == "write" else "check"
+            patch.setattr(update, name, once(getattr(LayoutUpdate, name)).__get__(update))
+        if step == "revert":
+            patch.setattr(update, "revert", fail)
+        outcomes = Ranks(3).swap(workers, staged)
+    assert outcomes == ["quarantined" if step == "revert" else "refused"] * 3
+    for number, worker in enumerate(workers):
+        if step != "revert" or number != 1:
+            assert worker.held() == old[number]
+    if step != "revert":
+        again = [worker.weights.stage(hop, worker.read) for worker, hop in zip(workers, hops, strict=True)]
+        assert Ranks(3).swap(workers, again) == ["made"] * 3
+        assert all(worker.held() == worker.expected() for worker in workers)
+
+
+# Names that share memory, and modules
+
+
+TIED = {"tied.direct": "direct", "tied.turned": "turned"}
+
+
+def change_one(state: State, name: str = "direct") -> None:
+    state[name].view("u2")[0, 0] ^= 1
+
+
+def change_both(state: State) -> None:
+    for name in ("direct", "turned"):
+        for tied in (name, f"tied.{name}"):
+            state[tied].view("u2")[3, 5:9] ^= 1
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("name", ["tied.turned", "direct"])
+def test_tied_tensors_must_change_together(name: str) -> None:
+    worker = FakeWorker(tied=TIED)
+    assert swap(worker, worker.step(change_both)).outcome == "made"
+    assert worker.held() == worker.expected()
+    hop, old = worker.step(lambda state: change_one(state, name)), worker.held()
+    with pytest.raises(TensorsTied, match=f"changes only '{name}'"):
+        worker.weights.stage(hop, worker.read)
+    assert worker.held() == old
+
+
+def with_rule(how: Any) -> Callable[..., FakeLayout]:
+    return functools.partial(FakeLayout, modules={"norm": ModuleRule("norm", how, ("turned",), "it is computed from it")})
+
+
+def test_modules_of_changed_tensors_are_recomputed() -> None:
+    computed: list[list[str]] = []
+    worker = FakeWorker(layout=with_rule("recompute"), recompute=lambda rules: computed.append([rule.name for rule in rules]))
+    assert swap(worker, worker.step(change_one)).outcome == "made"
+    assert computed == []
+    assert swap(worker, worker.step()).outcome == "made"
+    assert computed == [["norm"]]
+
+
+def test_an_update_that_needs_a_module_loaded_anew_is_refused() -> None:
+    worker = FakeWorker(layout=with_rule("load_anew"))
+    assert swap(worker, worker.step(change_one)).outcome == "made"
+    hop, old = worker.step(), worker.held()
+    with pytest.raises(EngineRefused, match="'norm' must be loaded anew: it is computed from it"):
+        worker.weights.stage(hop, worker.read)
+    assert worker.held() == old
