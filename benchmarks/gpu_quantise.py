@@ -62,7 +62,13 @@ class Row:
     kernels: dict[str, float] = dataclasses.field(default_factory=dict)
     """The milliseconds of each kernel in it."""
     publish_ms: dict[str, float] = dataclasses.field(default_factory=dict)
-    """The phases of `Publisher.publish`, whose snapshot is on the GPU. `whole` is the call, in which the snapshot follows, too."""
+    """The phases of `Publisher.publish`, whose snapshot is on the GPU. `total` is the time until the commit, `follow` the time until the
+    snapshot has followed, and `whole` the call. It encodes no deltas back."""
+    publish_memory: float = 0
+    """The extra memory of such a call."""
+    publish_with_skips_ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The same by a publisher that makes skips, as publishers do by default: it also encodes deltas back."""
+    publish_with_skips_memory: float = 0
 
 
 def median_ms(work: Callable[[], object], rounds: int = 4) -> float:
@@ -142,12 +148,16 @@ def measure(recipe: str, dtype: torch.dtype, elements: int, *, publishes: bool =
         profile.runcall(model.delta, batches)
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
     if publishes:
-        row.publish_ms = publish(model, recipe)
+        row.publish_ms, row.publish_memory = publish(model, recipe, skips=False, profiles=profiles)
+        row.publish_with_skips_ms, row.publish_with_skips_memory = publish(model, recipe, skips=True)
     return row
 
 
-def publish(model: Model, recipe: str) -> dict[str, float]:
-    """Return the milliseconds of each phase of a publication, of three."""
+def publish(model: Model, recipe: str, *, skips: bool, profiles: bool = False) -> tuple[dict[str, float], float]:
+    """Return the milliseconds of each phase of a publication, as medians of three, and the extra memory of a fourth.
+
+    With `skips`, publications encode deltas back, too. Skips themselves are made on a thread while no publication is measured.
+    """
     model.published.clear()
     torch.cuda.empty_cache()
     phases: list[dict[str, float]] = []
@@ -163,7 +173,7 @@ def publish(model: Model, recipe: str) -> dict[str, float]:
         quantise=recipe,
         snapshot="device",
         attachments={"config.json": b"{}"},
-        options=deltawire.WriterOptions(skips=False),
+        options=deltawire.WriterOptions(skips=skips),
         on_event=note,
     ) as publisher:
         publisher.publish(model.masters)
@@ -175,8 +185,20 @@ def publish(model: Model, recipe: str) -> dict[str, float]:
             version = publisher.publish(model.masters)
             whole.append(time.perf_counter() - start)
             assert version.kind == "delta"
-    found = {name: 1e3 * statistics.median(each[name] for each in phases[2:]) for name in phases[-1]}
-    return {name: round(ms, 2) for name, ms in {**found, "whole": 1e3 * statistics.median(whole[1:])}.items()}
+            publisher.flush()
+        median = {name: statistics.median(each[name] for each in phases[2:]) for name in phases[-1]}
+        median["follow"] = statistics.median(call - each["total"] for call, each in zip(whole[1:], phases[2:], strict=True))
+        median["whole"] = statistics.median(whole[1:])
+        model.update()
+        _, memory = peak(lambda: publisher.publish(model.masters), model.table.state_bytes)
+        publisher.flush()
+        if profiles:
+            model.update()
+            torch.cuda.synchronize()
+            profile = cProfile.Profile()
+            profile.runcall(publisher.publish, model.masters)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+    return {name: round(1e3 * seconds, 2) for name, seconds in median.items()}, memory
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from emulator.build import compiler
 
 import deltawire
 from deltawire.codec import using_codec
-from deltawire.errors import NonFiniteWeights
-from deltawire.publish import snapshots
+from deltawire.delta.resolve import apply_many
+from deltawire.errors import BaseMismatch, CorruptDelta, NonFiniteWeights
+from deltawire.publish import baseline, snapshots
+from deltawire.publish.baseline import Baseline
 from deltawire.quantise.quantise import quantise_state
 from deltawire.tensors.finite import count_nonfinite
 from deltawire.tensors.gpu_handover import GpuHandover
@@ -23,6 +26,8 @@ if not REAL and compiler() is None:
 
 from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 
+from deltawire.codec.gpu import resolution  # noqa: E402
+from deltawire.codec.gpu.resolve import resolve_table  # noqa: E402
 from deltawire.quantise.gpu.quantiser import GpuQuantiser  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if REAL else torch.device("cpu")
@@ -151,7 +156,24 @@ def test_weights_that_are_not_finite_are_found_on_the_gpu(tmp_path, background):
 
 @pytest.mark.parametrize("recipe", ["fp8-block", "nvfp4", "int4"])
 def test_codes_that_are_never_written_are_published_as_the_cpu_publishes_them(tmp_path, recipe, monkeypatch):
-    """Every file has the same bytes: deltas of several segments, deltas back and the skips that are made of them."""
+    """Every file has the same bytes: deltas of several segments, deltas back and the skips that are made of them.
+
+    The copy of the publisher follows all segments at once: elements of each width are decoded by one call.
+    """
+    moves, here = [], threading.get_ident()
+    move = Baseline.move_by_deltas
+
+    def moved(self, deltas, *arguments):
+        moves.append([len(deltas)])
+        move(self, deltas, *arguments)
+
+    def resolved(table, *arguments, **how):
+        if threading.get_ident() == here:  # another thread makes skips
+            moves[-1].append(table.width)
+        return resolve_table(table, *arguments, **how)
+
+    monkeypatch.setattr(resolution, "resolve_table", resolved)
+    monkeypatch.setattr(Baseline, "move_by_deltas", moved)
     random = torch.Generator().manual_seed(6)
     shapes = {"a.q_proj.weight": (24, 128), "a.k_proj.weight": (8, 128), "b.up_proj.weight": (16, 128), "norm.weight": (128,)}
     state = {name: torch.randn(shape, generator=random).to(DEVICE) for name, shape in shapes.items()}
@@ -176,10 +198,61 @@ def test_codes_that_are_never_written_are_published_as_the_cpu_publishes_them(tm
                 written.clear()
             step(state)
     assert set(written) == {(False, recipe != "nvfp4")}
+    assert len(moves) == 10  # of both publishers
+    on_gpu = [(segments, widths) for segments, *widths in moves if widths]
+    assert len(on_gpu) == 5
+    for segments, widths in on_gpu:
+        assert segments > 1
+        assert len(set(widths)) == len(widths)
     files = [{path.relative_to(place): path.read_bytes() for path in place.glob("data/**/*") if path.is_file()} for place in places]
     assert len(files[0]) > 12
     assert list(places[0].glob("skip/*.json"))
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("least", [1, 1 << 20])
+def test_few_bytes_of_deltas_are_applied_at_once(tmp_path, least, monkeypatch):
+    """Then decoded changes take little memory, however many there are."""
+    sizes = []
+    apply = baseline.apply_many
+    monkeypatch.setattr(baseline, "_LEAST_APPLIED", least)
+    monkeypatch.setattr(
+        baseline, "apply_many", lambda pairs, **how: sizes.append([len(delta) for _, delta in pairs]) or apply(pairs, **how)
+    )
+    state = {f"{name}.up_proj.weight": torch.randn(64, 64).to(DEVICE) for name in "abcd"}
+    options = deltawire.WriterOptions(segment_bytes=1500)
+    with deltawire.Publisher(
+        tmp_path, quantise="fp8-block", snapshot="device", attachments={"config.json": b"{}"}, options=options
+    ) as publisher:
+        for version in range(3):
+            publisher.publish(state, step=version)
+            step(state)
+        assert publisher.version.kind == "delta"
+        arrays, digest = publisher._appender.baseline.arrays, publisher._appender.baseline.digest
+        assert deltawire.state_digest(arrays) == digest
+    assert [len(batch) for batch in sizes] == ([1] * 8 if least == 1 else [4] * 2)
+
+
+def test_many_deltas_are_applied_together_or_not_at_all():
+    old = [{name: tensor.clone() for name, tensor in weights().items()} for _ in range(3)]
+    new = [{name: tensor.clone() for name, tensor in state.items()} for state in old]
+    for number, state in enumerate(new):
+        state["b"][number : 60 * number + 5] += 1
+    new[2]["a"][3, 3:7] = 5
+    deltas = [deltawire.encode_delta(one, other) for one, other in zip(old, new, strict=True)]
+    for wrong in (0, 2):
+        before = [{name: bits(tensor) for name, tensor in state.items()} for state in old]
+        for delta, error in ((deltawire.encode_delta(new[0], old[0]), BaseMismatch), (deltas[wrong][:-9], CorruptDelta)):
+            pairs = [(state, delta if number == wrong else deltas[number]) for number, state in enumerate(old)]
+            with pytest.raises(error):
+                apply_many(pairs)
+            assert all(np.array_equal(bits(state[name]), was[name]) for state, was in zip(old, before, strict=True) for name in was)
+    grown = deltawire.encode_delta(old[1], {**old[1], "more": torch.ones(3, device=DEVICE)})
+    with pytest.raises(CorruptDelta, match="adds or removes"):
+        apply_many([(old[0], deltas[0]), (old[1], grown)])
+    apply_many(list(zip(old, deltas, strict=True)))
+    assert all(np.array_equal(bits(state[name]), bits(there[name])) for state, there in zip(old, new, strict=True) for name in there)
+    apply_many([])
 
 
 def on_host(state):

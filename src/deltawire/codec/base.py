@@ -55,6 +55,7 @@ class EncodeGroup:
 
     `bases` and `news` are the bits of whole elements, also where the payload type is packed. A base is None for a tensor that is added; it
     is coded against zeros. Codecs read a `BitsColumn` by its addresses and sizes, and look at the items of any other sequence one by one.
+    On a GPU one of the two tensors of a pair may be `QuantisedBits`.
     """
 
     type: PayloadType

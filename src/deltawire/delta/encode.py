@@ -23,7 +23,7 @@ from ..format.delta_files import grouped
 from ..format.digest import Digest
 from ..tensors.bits import State, TensorBits, UnwrittenTensor, keys_of, named_bits
 from ..tensors.casting import Casting, Casts, WireDType
-from ..tensors.columns import Columns
+from ..tensors.columns import Columns, ColumnState
 from ..tensors.names import check_names
 from ..tensors.state import Progress, codec_for, digest_tensors, thread_count
 from .progress import reporting
@@ -185,35 +185,41 @@ def _write(work: _Work, found: Sequence[EncodedGroup], threads: int, write: Call
 def _work_on(base: State, new: State, casting: Casting | None, threads: int) -> _Work:
     is_cast = casting is not None and casting.is_given
     if not is_cast:
-        work = _work_on_unwritten(base, new) if UnwrittenTensor in set(map(type, new.values())) else _work_on_columns(base, new, threads)
+        if UnwrittenTensor in set(map(type, new.values())):
+            work = _work_on_unwritten(base, new, is_base=False)
+        elif not isinstance(base, ColumnState) and UnwrittenTensor in set(map(type, base.values())):
+            work = _work_on_unwritten(new, base, is_base=True)
+        else:
+            work = _work_on_columns(base, new, threads)
         if work is not None:
             return work
     return _work_on_pairs(base, new, casting if is_cast else None, threads)
 
 
-def _work_on_unwritten(base: State, new: State) -> _Work | None:
-    """Return the work on a base of plain tensors and on the same tensors, some of which are not written; None for all others."""
-    old = Columns.of(base)
-    if old is None or len(new) != len(old) or not all(map(new.__contains__, old.layout.names)):
+def _work_on_unwritten(written: State, other: State, *, is_base: bool) -> _Work | None:
+    """Return the work on a state of plain tensors and another one, some of whose tensors are not written; None for all other states.
+
+    `is_base` says that the other one is the base.
+    """
+    columns = Columns.of(written)
+    if columns is None or len(other) != len(columns) or not all(map(other.__contains__, columns.layout.names)):
         return None
-    layout = old.layout
-    tensors = [named_bits(name, new[name]) for name in layout.names]
+    layout = columns.layout
+    tensors = [named_bits(name, other[name]) for name in layout.names]
     if [tensor.dtype for tensor in tensors] != layout.dtypes or [tensor.shape for tensor in tensors] != layout.shapes:
         return None
     plain = [tensor.address for tensor in tensors if not isinstance(tensor.source, QuantisedBits) and tensor.size]
     if len(set(plain)) < len(plain) or any(tensor.whole is not None for tensor in tensors):
         return None
-    jobs = [
-        (
-            grouped.group_id(kind.code),
-            EncodeGroup(kind, old.take(numbers), [tensors[number].bits for number in numbers.tolist()], layout.keys.seeds[numbers]),
-        )
-        for kind, numbers in layout.groups
-    ]
+    jobs: list[tuple[int, EncodeGroup]] = []
+    for kind, numbers in layout.groups:
+        plain_bits, bits = columns.take(numbers), [tensors[number].bits for number in numbers.tolist()]
+        group = EncodeGroup(kind, bits if is_base else plain_bits, plain_bits if is_base else bits, layout.keys.seeds[numbers])
+        jobs.append((grouped.group_id(kind.code), group))
     start = grouped.start_of_body(len(tensors), Structure(), None, (), {})
     elements = sum(kind.per_element * int(layout.sizes[numbers].sum()) for kind, numbers in layout.groups)
     tag = layout.keys.tag()
-    return _Work(codec_for(tensors), jobs, start, tag, tag, int(layout.nbytes.sum()), elements, checks=_checks(new))
+    return _Work(codec_for(tensors), jobs, start, tag, tag, int(layout.nbytes.sum()), elements, checks=_checks(other))
 
 
 def _checks(new: State) -> Collection[Callable[[], None]]:
@@ -274,7 +280,8 @@ def _work_on_pairs(base: State, new: State, casting: Casting | None, threads: in
     dtypes = {tensor.name: tensor.dtype for tensor in pairs.new} if parts is not None else {}
     start = grouped.start_of_body(len(pairs.new), structure, parts, names, dtypes)
     jobs = [(group, _encode_group(kind, members, pairs, keys.seeds)) for group, kind, members in groups]
-    return _Work(codec, jobs, start, before, after, sum(tensor.nbytes for tensor in pairs.new), elements, bool(added), _checks(new))
+    checks = [*_checks(base), *_checks(new)]
+    return _Work(codec, jobs, start, before, after, sum(tensor.nbytes for tensor in pairs.new), elements, bool(added), checks)
 
 
 def _groups(pairs: _Pairs, aliases: Mapping[str, str]) -> list[tuple[int, PayloadType, list[int]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..codec.base import Codec, Resolution, ResolveGroup
+from ..codec import join_pieces
+from ..codec.base import Buffer, Codec, Resolution, ResolveGroup
 from ..codec.bits import Bits, DeviceBits, Indices, on_gpu
 from ..dtypes import PAYLOAD_TYPES, PayloadType, payload_type
 from ..errors import BaseMismatch, CorruptDelta, StateNotWritable
@@ -189,6 +191,11 @@ class GroupedPlan:
 
     def resolve(self, resolution: Resolution, codec: Codec, threads: int, progress: Progress | None) -> tuple[Digest, Digest]:
         """See `Plan`."""
+        with reporting(progress, 0 if progress is None else self._nbytes()):
+            return resolve_together([self], resolution, codec, threads)[0]
+
+    def digests_of_rest(self, codec: Codec, threads: int) -> tuple[Digest, Digest]:
+        """Return the parts of the digests before and after that do not depend on elements of groups."""
         removed = [tensor for tensor in self.tensors if tensor.name in self._removed] if self._removed else []
         before = digest_tensors(removed, threads, codec)
         stays = np.ones(len(self.changed), np.bool_)
@@ -197,28 +204,21 @@ class GroupedPlan:
             stays[[number for number, tensor in enumerate(self.tensors) if tensor.name in self._removed]] = False
         before += self.keys.tag(stays)
         stays[len(self.tensors) :] = True
-        after = self.keys.tag(stays)
-        # Aliases that are not written may have the memory of their targets. So they are decoded first.
+        return before, self.keys.tag(stays)
+
+    def rounds(self) -> tuple[Sequence[Group], Sequence[Group]]:
+        """Return the groups that are decoded first, and all others.
+
+        Aliases that are not written may have the memory of their targets. So they are decoded first.
+        """
         first = [group for group, _ in self._aliases if not self.writes[group.members[0]]]
-        last = [*self._groups, *(group for group, _ in self._aliases if self.writes[group.members[0]])]
-        done = 0
-        with reporting(progress, 0 if progress is None else self._nbytes()):
-            for groups in (first, last):
-                if not groups:
-                    continue
-                outcomes = resolution.add_groups([self._resolve_group(group) for group in groups], self.file.data)
-                for group, outcome in zip(groups, outcomes, strict=True):
-                    self.changed[group.members] = outcome.changed
-                    self.numbers[group.members] = np.arange(done, done + len(group.members))
-                    done += len(group.members)
-                    before += Digest(outcome.before)
-                    after += Digest(outcome.after)
-        return before, after
+        return first, [*self._groups, *(group for group, _ in self._aliases if self.writes[group.members[0]])]
 
     def _nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors) if self._columns is None else int(self._columns.layout.nbytes.sum())
 
-    def _resolve_group(self, group: Group) -> ResolveGroup:
+    def resolve_group(self, group: Group, start: int) -> ResolveGroup:
+        """Return the work on a group. The data that payloads are ranges of have those of this delta from byte `start` on."""
         held, seeds = len(self.tensors), self.keys.seeds[group.members]
         bases: Sequence[Bits | None]
         if self._columns is not None and not self.added and not self._copied:
@@ -231,13 +231,38 @@ class GroupedPlan:
             counts = np.array(sizes, np.int64)
             writes = np.append(self.writes, np.zeros(len(self.added), np.bool_))[group.members]
         is_uniform = bool(writes.all() or not writes.any())
-        return ResolveGroup(group.type, bases, counts, seeds, group.payload, bool(writes.any()) if is_uniform else writes.tolist())
+        payload = None if group.payload is None else (start + group.payload[0], start + group.payload[1])
+        return ResolveGroup(group.type, bases, counts, seeds, payload, bool(writes.any()) if is_uniform else writes.tolist())
 
     def _base(self, number: int) -> Bits:
         bits = self.tensors[number].bits
         if number not in self._copied:
             return bits
         return DeviceBits(bits.tensor.clone()) if on_gpu(bits) else bits.copy()
+
+
+def resolve_together(plans: Sequence[GroupedPlan], resolution: Resolution, codec: Codec, threads: int) -> list[tuple[Digest, Digest]]:
+    """Decode the deltas of several plans with one call of the codec. Return the digests before and after for each.
+
+    The plans must not share memory that is written, and the resolution must be empty. Raises as `Plan.resolve` does.
+    """
+    data: Buffer = plans[0].file.data if len(plans) == 1 else join_pieces([plan.file.data for plan in plans], threads)
+    starts = itertools.accumulate((len(plan.file.data) for plan in plans[:-1]), initial=0)
+    placed = list(zip(plans, starts, strict=True))
+    digests = [plan.digests_of_rest(codec, threads) for plan in plans]
+    done = 0
+    for turn in range(2):
+        work = [(number, group) for number, plan in enumerate(plans) for group in plan.rounds()[turn]]
+        if not work:
+            continue
+        outcomes = resolution.add_groups([placed[number][0].resolve_group(group, placed[number][1]) for number, group in work], data)
+        for (number, group), outcome in zip(work, outcomes, strict=True):
+            plan, (before, after) = plans[number], digests[number]
+            plan.changed[group.members] = outcome.changed
+            plan.numbers[group.members] = np.arange(done, done + len(group.members))
+            done += len(group.members)
+            digests[number] = before + Digest(outcome.before), after + Digest(outcome.after)
+    return digests
 
 
 def is_same_change(one: tuple[Indices, Bits], other: tuple[Indices, Bits]) -> bool:

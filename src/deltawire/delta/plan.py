@@ -63,14 +63,24 @@ def resolve_plan(plan: Plan, resolution: Resolution, codec: Codec, threads: int,
     except CorruptDelta:
         # A valid delta that is decoded against the wrong state can look corrupt in many ways. Report the real cause.
         resolution.revert()
-        actual = digest_tensors(plan.tensors, threads, codec)
-        if actual != plan.file.before:
-            raise _base_mismatch(actual, plan.file) from None
+        check_base(plan, codec, threads)
         raise
+    check_digests(plan, before, after)
+
+
+def check_digests(plan: Plan, before: Digest, after: Digest) -> None:
+    """Raise `BaseMismatch` or `ResultMismatch` unless a delta was made from the state with the digest `before`, and leads to `after`."""
     if before != plan.file.before:
         raise _base_mismatch(before, plan.file)
     if after != plan.file.after:
         raise ResultMismatch(f"the delta promises a state with digest {plan.file.after}, but leads to {after}.")
+
+
+def check_base(plan: Plan, codec: Codec, threads: int) -> None:
+    """Raise `BaseMismatch` if a delta was made from another state."""
+    actual = digest_tensors(plan.tensors, threads, codec)
+    if actual != plan.file.before:
+        raise _base_mismatch(actual, plan.file) from None
 
 
 def changes_of(plan: Plan, tensors: Sequence[int], codec: Codec, threads: int) -> Sequence[tuple[Indices, Bits]]:

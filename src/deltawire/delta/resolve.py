@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 
 import numpy as np
 
 from ..codec.base import Resolution
+from ..errors import CorruptDelta
 from ..format import delta_file
 from ..format.delta_file import Coverage, DeltaBytes, DeltaFile, GroupedDelta
 from ..tensors.bits import State, Tensor, typed
 from ..tensors.state import Progress, codec_for, thread_count
-from .grouped_plan import GroupedPlan
+from .grouped_plan import GroupedPlan, resolve_together
 from .named_plan import NamedPlan
 from .patch import ResolvedPatch, TensorPatch, change_structure
-from .plan import Plan, cover, resolve_plan
+from .plan import Plan, check_base, check_digests, cover, resolve_plan
 
 _KEPT_CHANGES = 32 << 20
 """Bytes of decoded changes that `apply_delta` keeps, in addition to as many as the delta has."""
@@ -107,6 +108,54 @@ def apply_file(
         raise
     resolution.settle()
     return int(np.count_nonzero(plan.changed[: len(plan.tensors)])) + len(plan.added)
+
+
+def apply_many(states: Sequence[tuple[State, DeltaBytes]], *, threads: int | None = None) -> None:
+    """Do what `apply_delta` does with each pair of a state and a delta. The deltas must not add or remove tensors.
+
+    A GPU decodes all of them at once, which takes little more time than one of them, and then writes them all: after an error all states
+    are as they were. On the host they are applied one after the other, and an error leaves those before it changed.
+
+    Raises as `apply_delta` does, and `CorruptDelta` if a delta adds or removes tensors.
+
+    Parameters
+    ----------
+    states
+        The pairs. The states must not share memory.
+    threads
+        The number of threads to use; by default, as many as there are processors that this process may use.
+    """
+    if not states:
+        return
+    files = [delta_file.parse(delta, names=state) for state, delta in states]
+    if any(file.structure.added or file.structure.removed for file in files):
+        raise CorruptDelta("a delta adds or removes tensors, but only values can be changed here.")
+    count = thread_count(threads)
+    plans = [plan_delta(state, file) for (state, _), file in zip(states, files, strict=True)]
+    codecs = [codec_for(plan.tensors) for plan in plans]
+    together = [plan for plan, codec in zip(plans, codecs, strict=True) if isinstance(plan, GroupedPlan) and codec.prefers_whole_state]
+    if len(together) < len(plans):
+        for (state, _), file in zip(states, files, strict=True):
+            apply_file(dict(state), file, threads=threads)
+        return
+    resolution = codecs[0].resolution(count, _KEPT_CHANGES + sum(len(file.data) for file in files))
+    try:
+        for plan in plans:
+            plan.mark_writes(codecs[0], count, deferred=False)
+        try:
+            digests = resolve_together(together, resolution, codecs[0], count)
+        except CorruptDelta:
+            resolution.revert()
+            for plan in plans:
+                check_base(plan, codecs[0], count)
+            raise
+        for plan, (before, after) in zip(plans, digests, strict=True):
+            check_digests(plan, before, after)
+            plan.check_writes()
+    except BaseException:
+        resolution.revert()
+        raise
+    resolution.settle()
 
 
 def plan_delta(state: State, file: DeltaFile) -> Plan:

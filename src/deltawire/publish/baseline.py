@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..delta.encode import encode_delta, encode_many
-from ..delta.resolve import apply_delta
+from ..delta.encode import encode_many
+from ..delta.resolve import apply_delta, apply_many
 from ..format.digest import Digest
 from ..format.records.record_parts import CommitRef
 from ..tensors.bits import State
@@ -22,7 +22,11 @@ from ..tensors.state import thread_count
 from .history import History, Reverse, budget_for, versions_of
 from .shortcuts.compose import Composition, compose
 from .snapshots import Arrays, ScratchMemory, SnapshotDevice, copy_tensors, is_kept_like, new_arrays, scratch_size
-from .upload.segments import SEGMENT_BYTES, Segment, TensorTable, cut_segments, part_of_state
+from .upload.segments import SEGMENT_BYTES, Segment, TensorTable, cut_batches, cut_segments, part_of_state
+
+_APPLIED_SHARE, _LEAST_APPLIED = 400, 8 << 20
+"""How many bytes of deltas are applied at once: the bytes of the state divided by the first number, or the second number if that is more.
+A GPU needs about four times as many bytes for the decoded changes, so at most a hundredth of the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +129,15 @@ class Baseline:
     ) -> None:
         """Move to the next version by its deltas, if the new state is not available. Without `back`, deltas back are lost.
 
-        Those that `back` does not have are encoded here. Readers fetch `size` bytes to get to it.
+        A GPU applies the deltas of as many segments at once as its memory allows. Readers fetch `size` bytes to get to it.
         """
-        reverse = None if back is None else dict(back)
-        scratch = ScratchMemory()
-        with self._moving(at, digest, reverse, size):
-            for index, delta in deltas.items():
-                part = dict(self.part(index))
-                old = scratch.copy(part) if reverse is not None and index not in reverse else None
-                apply_delta(part, delta, threads=self._threads)
-                GpuHandover(part).synchronize()
-                if reverse is not None and old is not None:
-                    reverse[index] = encode_delta(part, old, threads=self._threads)
-                del old  # before the next segment is copied
+        numbers = list(deltas)
+        most = max(self.table.state_bytes // _APPLIED_SHARE, _LEAST_APPLIED)
+        with self._moving(at, digest, back, size):
+            for batch in cut_batches([len(deltas[index]) for index in numbers], most):
+                chosen = [numbers[each] for each in batch]
+                apply_many([(self.part(index), deltas[index]) for index in chosen], threads=self._threads)
+            GpuHandover(self._state).synchronize()
 
     def replace(self, arrays: Arrays, at: CommitRef, digest: Digest) -> None:
         """Start again from another state, perhaps with another table. Deltas back are lost."""

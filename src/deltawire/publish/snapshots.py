@@ -52,7 +52,7 @@ def new_arrays(table: TensorTable, state: State, device: SnapshotDevice) -> Arra
 def is_kept_like(arrays: Mapping[str, Any], state: State, device: SnapshotDevice) -> bool:
     """Return whether these arrays are where `new_arrays` would put them."""
     kept, given = Columns.of(arrays), Columns.of(state)
-    if kept is not None and given is not None and kept.layout.is_like(given.layout):
+    if kept is not None and given is not None:  # all of each are on one device
         return kept.is_on_gpu == (device == "device" and given.is_on_gpu)
     return all(
         on_gpu(tensor_bits(name, arrays[name]).bits) == (device == "device" and on_gpu(tensor_bits(name, tensor).bits))

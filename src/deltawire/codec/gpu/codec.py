@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -127,7 +127,7 @@ def sizes_of(column: Sequence[Bits]) -> Numbers:
 
 def _encode_on_device(groups: Sequence[EncodeGroup], device: torch.device) -> list[EncodedGroup]:
     """Encode groups of one width."""
-    bases, news = joined([group.bases for group in groups]), joined([group.news for group in groups])
+    bases, news, quantised_bases = _with_quantised_news(joined([group.bases for group in groups]), joined([group.news for group in groups]))
     each = np.array([len(group.news) for group in groups], np.int64)
     counts = sizes_of(news) * np.repeat([group.type.per_element for group in groups], each)
     seeds = np.concatenate([group.seeds for group in groups])
@@ -135,7 +135,7 @@ def _encode_on_device(groups: Sequence[EncodeGroup], device: torch.device) -> li
     kinds = [(len(group.news), group.type.code) for group in groups]
     addresses = [column.addresses for column in columns]
     table = KernelTable.of_groups(groups[0].type.width, kinds, addresses[0], counts, seeds, addresses[1], is_float32=_are_masters(news))
-    descriptions = _describe_quantised(news, device)
+    descriptions = _describe_quantised(news, quantised_bases, device)
     if descriptions is not None:
         table.quantised = descriptions[0]
     encoded, blocks = _encode_table(table, columns, device)
@@ -171,8 +171,29 @@ def _are_masters(news: Sequence[Bits]) -> NDArray[np.bool_] | None:
     return np.array([kind is MasterWeightBits for kind in types], np.bool_) if MasterWeightBits in types else None
 
 
-def _describe_quantised(news: Sequence[Bits], device: torch.device) -> tuple[NDArray[np.uint64], torch.Tensor] | None:
-    """Return the addresses of what kernels know about weights that they quantise, and the memory that has it; None if there are none."""
+def _with_quantised_news(bases: Sequence[Bits | None], news: Sequence[Bits]) -> tuple[Sequence[Bits | None], Sequence[Bits], set[int]]:
+    """Swap the two tensors of each pair whose base is made of weights that kernels quantise, as kernels expect. Return which these are."""
+    if isinstance(bases, BitsColumn):
+        return bases, news, set()
+    numbers = {number for number, bits in enumerate(bases) if type(bits) is QuantisedBits}
+    if not numbers:
+        return bases, news, numbers
+    swapped_bases: list[Bits | None] = [
+        new if number in numbers else base for number, (base, new) in enumerate(zip(bases, news, strict=True))
+    ]
+    swapped_news = [
+        base if base is not None and number in numbers else new for number, (base, new) in enumerate(zip(bases, news, strict=True))
+    ]
+    return swapped_bases, swapped_news, numbers
+
+
+def _describe_quantised(
+    news: Sequence[Bits], quantised_bases: Collection[int], device: torch.device
+) -> tuple[NDArray[np.uint64], torch.Tensor] | None:
+    """Return the addresses of what kernels know about weights that they quantise, and the memory that has it; None if there are none.
+
+    `quantised_bases` are the numbers of those that stand for the elements of the base.
+    """
     numbers = [] if isinstance(news, BitsColumn) else [number for number, bits in enumerate(news) if type(bits) is QuantisedBits]
     if not numbers:
         return None
@@ -183,7 +204,7 @@ def _describe_quantised(news: Sequence[Bits], device: torch.device) -> tuple[NDA
         for name, tensor in bits.scales._asdict().items():
             row[name] = 0 if tensor is None else tensor.data_ptr()
         row["kind"], row["source"], row["group"] = bits.facts
-        row["makes_scales"] = bits.makes_scales
+        row["makes_scales"], row["is_base"] = bits.makes_scales, number in quantised_bases
         row["columns"], row["width"] = bits.tensor.shape[-1], -(-bits.tensor.shape[-1] // 128)
     memory = devices.gpu_at(device).upload(rows)
     addresses = np.zeros(len(news), np.uint64)

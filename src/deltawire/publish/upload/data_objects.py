@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from ...format.records.file_list import MOST_IN_RECORD, FileListRef, list_bytes
 from ...format.records.record_parts import FileEntry
 from ...store.base import Buffer, Store
 from ...store.keys import data_key, parse_data_key
-from ...tensors.bits import State, UnwrittenTensor
+from ...tensors.bits import State
 from ...tensors.gpu_handover import on_side_stream
 from ...tensors.state import state_digest
 from .checkpoint_files import Layout, SegmentSource, Shard
@@ -103,7 +102,7 @@ class Uploads:
 class Update:
     """The uploaded deltas of a state over the baseline. `deltas` has the same bytes by segment; unchanged segments have none.
 
-    `reverse` has deltas back to the baseline, if they were asked for. The others are encoded when the baseline moves.
+    `reverse` has deltas back to the baseline, if they were asked for.
     """
 
     files: tuple[FileEntry, ...]
@@ -165,7 +164,7 @@ def upload_update(
     batches
         Which segments are made and encoded together: all of them, in order. None: one at a time. A GPU waits for the host between batches.
     wants_reverse
-        Whether deltas back to the baseline are encoded, too. Segments with tensors that are not written get none.
+        Whether deltas back to the baseline are encoded, too.
     """
     uploads = Uploads(location.pool)
     deltas: dict[int, bytes] = {}
@@ -179,27 +178,27 @@ def upload_update(
             new = state if segments_of is None else segments_of(batch)
             made = time.perf_counter()
             encoded = encode_many([(baseline.part(index), baseline.part_of(new, index)) for index in batch], threads=threads)
-            if wants_reverse:
-                changing = [index for index, (_, summary) in zip(batch, encoded, strict=True) if summary.tensors_changed]
-                pairs = [(baseline.part_of(new, index), baseline.part(index)) for index in changing]
-                is_written = [not any(isinstance(tensor, UnwrittenTensor) for tensor in part.values()) for part, _ in pairs]
-                back = encode_many(list(itertools.compress(pairs, is_written)), threads=threads)
-                reverse |= {index: delta for index, (delta, _) in zip(itertools.compress(changing, is_written), back, strict=True)}
-                del pairs
-            del new
             making += made - start
             encoding += time.perf_counter() - made
+            changing: list[int] = []
             for index, (delta, summary) in zip(batch, encoded, strict=True):
                 before += summary.before
                 after += summary.after
                 changed += summary.changed
                 if summary.tensors_changed:
+                    changing.append(index)
                     deltas[index] = delta
                     size += len(delta)
                     if size >= limit:
                         uploads.abandon()
                         return None
                     uploads.start_delta(location, delta, baseline.segments[index])
+            if wants_reverse:  # while the deltas are uploaded
+                start = time.perf_counter()
+                back = encode_many([(baseline.part_of(new, index), baseline.part(index)) for index in changing], threads=threads)
+                reverse |= {index: delta for index, (delta, _) in zip(changing, back, strict=True)}
+                encoding += time.perf_counter() - start
+            del new
         files, uploading = uploads.finish()
     except BaseException:
         uploads.abandon()

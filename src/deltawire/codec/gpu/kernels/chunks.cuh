@@ -22,7 +22,8 @@ extern "C" __global__ void __launch_bounds__(256) choose_tops(const Tensor* tens
             else high = middle;
         }
         const Tensor& x = tensors[low];
-        const T value = x.base ? element_of(x.base, element - x.element0) : (T)0;
+        const u64 at = element - x.element0;
+        const T value = makes_base(x) ? made_element(x, at) : x.base ? element_of(x.base, at) : (T)0;
         atomicAdd(&histogram[(u32)(value >> s.coding.shift) & s.coding.mask], 1);
     }
     __syncthreads();
@@ -190,10 +191,10 @@ extern "C" __global__ void __launch_bounds__(128) join_chunks(
             const u64 offset = (u64)(t - x.tile0) * TILE;
             u8* const at = to + bytes_of(x.element0 + offset - begin);
             const u32 bytes = (u32)bytes_of(elements_in(x, t));
-            if (master_bytes(x)) {
+            if (master_bytes(x) && !makes_base(x)) {
                 copy_bytes(at, bytes, threadIdx.x % 32, 32, [&](u32 i) { return element_word(x, offset, i); }, [&](u32 i) { return element_byte(x, offset, i); });
             } else {
-                const u8* const from = x.next + bytes_of(offset);
+                const u8* const from = (makes_base(x) ? x.base : x.next) + bytes_of(offset);
                 copy_bytes(at, bytes, threadIdx.x % 32, 32, [&](u32 i) { return ((const u32*)from)[i]; }, [&](u32 i) { return from[i]; });
             }
         }

@@ -66,6 +66,8 @@ struct Quantised {
     u32 source;               // the type of the weights
     u32 width;                // blocks in a row of blocks
     u32 makes_scales;         // whether the elements are the scales, not the codes
+    u32 is_base;              // whether they are the elements of the base; then the new elements are in `Tensor::base`
+    u32 unused;
 };
 
 // A tensor. Its tiles, and its elements, are numbered over all tensors of a call.

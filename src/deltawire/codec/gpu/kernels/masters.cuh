@@ -1,4 +1,5 @@
-// Master weights in place of new elements: float32 that is rounded to bfloat16, or weights that are quantised as they are read.
+// Master weights in place of new elements: float32 that is rounded to bfloat16, or weights that are quantised as they are read. Weights that are
+// quantised may also be in place of the elements of the base, for deltas back to an earlier version.
 
 __device__ __forceinline__ void fetch_masters(u8* to, const u8* from, u32 full, u32 bytes, u32 lane, const u8* any) {
     const u32 pieces = full / 512;
@@ -328,6 +329,12 @@ __device__ __forceinline__ u32 element_word(const Tensor& x, u64 offset, u32 i) 
     return element == first ? codes.x : codes.y;
 }
 __device__ __forceinline__ u8 element_byte(const Tensor& x, u64 offset, u32 i) { return (u8)(element_word(x, offset, i / 4) >> (8 * (i % 4))); }
+__device__ __forceinline__ bool makes_base(const Tensor& x) { return x.quantised && x.quantised->is_base; }
+// Returns one element that weights are quantised to.
+__device__ __noinline__ T made_element(const Tensor& x, u64 element) {
+    const u32 bits = WIDTH * (u32)(element % 8);
+    return (T)(element_word(x, element - element % 8, bits / 32) >> bits % 32 & ((1u << WIDTH) - 1));
+}
 #else
 __device__ __forceinline__ u32 master_bytes(const Tensor&) { return 0; }
 struct Masters {};
@@ -337,4 +344,8 @@ __device__ __forceinline__ UnitScales load_scales(const Masters&, u64, u32, u32)
 __device__ __forceinline__ void make_elements(u8*, const u8*, const u8*, const Masters&, const UnitScales&, u64, u32, u32) {}
 __device__ __forceinline__ u32 element_word(const Tensor&, u64, u32) { return 0; }
 __device__ __forceinline__ u8 element_byte(const Tensor&, u64, u32) { return 0; }
+#endif
+#if WIDTH > 8
+__device__ __forceinline__ bool makes_base(const Tensor&) { return false; }
+__device__ __forceinline__ T made_element(const Tensor&, u64) { return 0; }
 #endif
