@@ -30,7 +30,7 @@ from .update_types import Agree, Digests, LiveVersion, Outcome, StagedUpdate, Sw
 logger = logging.getLogger("vllm.deltawire")
 
 Confirm = Literal["auto", "written", "everything"]
-"""What is checked within a swap: the digest of all direct tensors, if that is quick; only listed elements; or every element."""
+"""The check within a swap: the digest of all direct tensors, if that is quick; only listed elements; or every element."""
 
 _QUICK_BYTES = {"cpu": 1 << 30, "cuda": 20 << 30}
 """Direct tensors of at most this size are digested within a swap. A GPU needs 0.27 ms per GB."""

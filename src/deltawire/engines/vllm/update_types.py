@@ -72,12 +72,12 @@ class StagedUpdate:
 
 
 Outcome: TypeAlias = Literal["made", "refused", "quarantined"]
-"""What became of a swap. "refused": the old weights are complete. "quarantined": the weights are in an unknown state."""
+"""The outcome of a swap. "refused": the old weights are complete. "quarantined": the weights are in an unknown state."""
 
 
 @dataclass(frozen=True, slots=True)
 class SwapOutcome:
-    """What became of a swap in one worker. All workers of a server have the same outcome.
+    """The outcome of a swap in one worker. All workers of a server have the same outcome.
 
     Parameters
     ----------

@@ -175,7 +175,7 @@ class Scatter:
 
 @dataclass(frozen=True, slots=True)
 class ModuleRule:
-    """What a module needs after some of its inputs have changed.
+    """The steps that a module needs after some of its inputs have changed.
 
     Parameters
     ----------
