@@ -58,8 +58,7 @@ def load_model(checkpoint: Path, **options: object) -> LoadedModel:
     options
         Further arguments of vLLM's `EngineArgs`.
     """
-    with warnings.catch_warnings(), unittest.mock.patch.dict(os.environ, _ENVIRONMENT):  # servers of other tests need other values
-        warnings.simplefilter("ignore")
+    with _vllm_can_run():
         import torch
         from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
         from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment, model_parallel_is_initialized
@@ -82,6 +81,22 @@ def load_model(checkpoint: Path, **options: object) -> LoadedModel:
         empty_cache = unittest.mock.patch.object(torch.accelerator, "empty_cache")  # it raises on a CPU; vLLM's worker replaces it too
         with set_current_vllm_config(config), empty_cache:
             return LoadedModel(get_model(vllm_config=config), config)
+
+
+def import_vllm() -> None:
+    """Import the parts of vLLM that models need. Its imports make warnings, which are errors in tests."""
+    with _vllm_can_run():
+        import vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
+        import vllm.model_executor.layers.quantization.fp8
+        import vllm.model_executor.model_loader  # noqa: F401
+
+
+@contextlib.contextmanager
+def _vllm_can_run() -> Iterator[None]:
+    """Set the variables of vLLM for a while. Servers of other tests need other values."""
+    with warnings.catch_warnings(), unittest.mock.patch.dict(os.environ, _ENVIRONMENT):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def publish(folder: Path, model: TinyModel, states: list[State], recipe: str | None = None) -> tuple[str, list[Path]]:

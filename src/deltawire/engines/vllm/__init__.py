@@ -12,6 +12,9 @@ In vLLM's processes, in the order in which an update passes through them:
     loading.py        loads weights through the model's own loaders: single tensors, or everything anew
     read_back.py      reads weights back through the same loaders, and compares them
     layout/           learns where a worker keeps the elements of a chain's tensors, from vLLM's own loaders and processing
+    recompute.py      computes tensors again that are results of arithmetic, in the memory that they have
+    module_shell.py   copies of modules, on which vLLM's processing runs without any effect on the live model
+    load_module.py    loads one module anew
     cpu.py            keeps vLLM on CPUs from packing weights in a way that its loaders cannot change
 
 In the process that drives the server, which needs neither vLLM nor torch:

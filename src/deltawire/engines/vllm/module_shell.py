@@ -1,0 +1,145 @@
+"""Copies of modules on which vLLM's processing can run without any effect on the live model.
+
+A *shell* has the attributes of a module, and new memory for its raw tensors, which are those before processing. Its quantisation method and
+the kernels of that are copies too, because processing keeps results in them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_FORGOTTEN = ("moe_kernel", "moe_quant_config")
+"""Attributes of a method that processing sets. If they are set, vLLM takes the call for a reload, and leaves some processing out."""
+_CALLED = "_already_called_process_weights_after_loading"
+_DEPTH = 4
+"""Kernels may hold other kernels. No vLLM version nests them deeper."""
+
+
+def make_shell(module: Any) -> Any:
+    """Return a copy of a module with new memory for its raw tensors, whose values are undefined. The module does not change.
+
+    Tensors that loaders never write, such as biases, keep their values.
+
+    Parameters
+    ----------
+    module
+        A module with a quantisation method, from a model that vLLM has loaded.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    copies: dict[int, Any] = {}
+    shell = copy.copy(module)
+    copies[id(module)] = shell
+    shell.__dict__ = {name: _copied(value, copies, _DEPTH) for name, value in vars(module).items()}
+    info = LAYERWISE_INFO[module]
+    kept = [{name: value for name, value in held.items() if name not in raw and _is_kept(name, value)} for held, raw in _both(module, info)]
+    shell._parameters, shell._buffers = ({name: _clone(value) for name, value in held.items()} for held in kept)
+    shell._modules = dict(module._modules)
+    shell._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    shell.__dict__.pop(_CALLED, None)
+    with info.restore_device:
+        for registered, raw in zip((shell._parameters, shell._buffers), info.restore_metadata, strict=True):
+            for name, meta in raw.items():
+                shell.__dict__.pop(name, None)
+                registered[name] = materialize_meta_tensor(restore_layer_refs(meta, shell))
+    return shell
+
+
+def raw_of(shell: Any) -> dict[str, torch.Tensor]:
+    """Return the raw tensors of a shell that was not processed yet, by name."""
+    return {name: tensor for held in (shell._parameters, shell._buffers) for name, tensor in held.items() if tensor is not None}
+
+
+def process(shell: Any, vllm_config: Any) -> None:
+    """Run vLLM's processing after loading on a shell.
+
+    Parameters
+    ----------
+    shell
+        The shell, whose raw tensors have their values.
+    vllm_config
+        vLLM's configuration.
+    """
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(vllm_config), torch.no_grad():
+        shell.quant_method.process_weights_after_loading(shell)
+
+
+def tensors_of(module: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module, of its quantisation method and of the kernels of that, by paths such as `quant_method.kernel.scale`.
+
+    Tensors of child modules are not included.
+    """
+    found = dict(_tensors_in(vars(module), "", set(), _DEPTH))
+    for held in (module._parameters, module._buffers):
+        found |= {name: tensor for name, tensor in held.items() if tensor is not None}
+    return {name: tensor for name, tensor in found.items() if tensor.device.type != "meta"}
+
+
+def numbers_of(module: Any) -> dict[str, float]:
+    """Return the numbers that a module holds as plain attributes."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float))}
+
+
+def _both(module: Any, info: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    return zip((module._parameters, module._buffers), info.restore_metadata, strict=True)
+
+
+def _is_kept(name: str, value: Any) -> bool:
+    """Return whether a tensor that is not raw exists before processing. Processing has added the others."""
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+
+    return value is None or name in SKIP_TENSORS
+
+
+def _clone(value: Any) -> Any:
+    if value is None:
+        return None
+    found = value.data.clone()
+    found.__class__ = value.__class__
+    found.__dict__ = dict(vars(value))
+    return found
+
+
+def _copied(value: Any, copies: dict[int, Any], depth: int) -> Any:
+    """Return a copy of a tensor, or of an object of vLLM and of what it holds. Modules, functions and all else are shared."""
+    if id(value) in copies:
+        return copies[id(value)]
+    if _is_tensor(value):
+        found = _clone(value)
+    elif depth and _is_state(value):
+        found = copy.copy(value)
+        copies[id(value)] = found
+        for name, part in vars(value).items():
+            object.__setattr__(found, name, None if name in _FORGOTTEN else _copied(part, copies, depth - 1))
+    else:
+        return value
+    copies[id(value)] = found
+    return found
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_state(value: Any) -> bool:
+    """Return whether a value is a method, a kernel, or a similar object of vLLM. Groups of ranks, for example, must not be copied."""
+    is_object = hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)) and not inspect.isroutine(value)
+    return is_object and type(value).__module__.startswith("vllm.model_executor.") and not hasattr(value, "__del__")
+
+
+def _tensors_in(attributes: dict[str, Any], path: str, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in attributes.items():
+        if _is_tensor(value):
+            yield path + name, value
+        elif depth and _is_state(value) and id(value) not in seen:
+            seen.add(id(value))
+            yield from _tensors_in(vars(value), f"{path}{name}.", seen, depth - 1)

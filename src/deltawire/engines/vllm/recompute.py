@@ -1,0 +1,177 @@
+"""Computes the tensors of modules again that an update cannot write element by element, because they are results of arithmetic.
+
+Two ways keep all memory where it is:
+
+recompute
+    vLLM's own function computes derived tensors from weights that are written already, within the swap: MLA's projections.
+reprocess
+    A copy of the module gets the new raw tensors, and vLLM's processing runs on it while the server generates. The results are written in
+    the swap: fp8 weights that share one scale after loading, global scales of nvfp4.
+
+Modules with which neither works are loaded anew (load_module.py), or updates that change them are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import EngineQuarantined, EngineRefused
+from .layout.types import ModuleRule
+from .module_shell import make_shell, numbers_of, process, raw_of, tensors_of
+
+ARITHMETIC = "arithmetic"
+"""The class of an output that is computed from a parameter, and cannot be found in it unit by unit."""
+FAILED = "failed"
+"""The class of all outputs of a module whose processing fails on a copy."""
+
+_ONLINE = {"OnlineLinearBase", "OnlineMoEMethodBase"}
+"""Methods that quantise weights after loading."""
+_WITH_NUMBERS = {"BaseKVCacheMethod"}
+"""Methods that keep results as numbers of Python, which a copy cannot bring into a live module."""
+_HIDDEN = {"dnnl_handler", "w13_precision_config", "w2_precision_config"}
+"""Attributes that hold weights or scales in objects of other libraries."""
+
+
+def rule_for(module: Any, name: str, classes: Mapping[tuple[str, str], str], *, inputs: Sequence[str] = ()) -> ModuleRule:
+    """Return what a module needs after some of its inputs have changed.
+
+    Parameters
+    ----------
+    module
+        A module with outputs that are computed, or one for which `derived_from` names others.
+    name
+        Its name in the model.
+    classes
+        The class of each output, by parameter and output.
+    inputs
+        The tensors of the chain that the module depends on.
+    """
+    found = tuple(inputs)
+    if derived_from(module):
+        return ModuleRule(name, "recompute", found, "its tensors are computed from the weights of another module")
+    method = getattr(module, "quant_method", None)
+    bases = {base.__name__ for base in type(method).__mro__}
+    kind = type(method).__name__
+    if getattr(module, "enable_eplb", False):
+        return ModuleRule(name, "refuse", found, "expert load balancing (EPLB) moves its experts while the server runs")
+    if bases & _ONLINE:
+        return ModuleRule(name, "load_anew", found, f"{kind} quantises weights after loading")
+    if bases & _WITH_NUMBERS:
+        return ModuleRule(name, "load_anew", found, f"{kind} keeps scales as numbers")
+    if FAILED in classes.values():
+        return ModuleRule(name, "load_anew", found, f"the processing of {kind} fails on a copy of the module")
+    if hidden := _hidden_state(module):
+        return ModuleRule(name, "load_anew", found, f"{kind} keeps results in {hidden}")
+    computed = sorted({output for (_, output), kind_of_output in classes.items() if kind_of_output == ARITHMETIC})
+    return ModuleRule(name, "reprocess", found, f"{kind} computes {', '.join(computed) or 'its tensors'}")
+
+
+def derived_from(module: Any) -> tuple[Any, ...]:
+    """Return the modules whose weights a module's own tensors are computed from, after all modules are processed.
+
+    It is empty for most modules, and for MLA without quantisation: there, the projections are views of the weights.
+    """
+    source = getattr(module, "kv_b_proj", None)
+    if source is None or not callable(getattr(module, "process_weights_after_loading", None)):
+        return ()
+    held = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(source).values()}
+    own = [tensor for tensor in tensors_of(module).values() if tensor.is_floating_point() and tensor.numel() > 1]
+    return (source,) if any(tensor.untyped_storage().data_ptr() not in held for tensor in own) else ()
+
+
+def recompute(model: Any, model_config: Any, rules: Sequence[ModuleRule]) -> None:
+    """Compute the derived tensors of modules again, in place, with vLLM's own functions. Call it after the weights were written.
+
+    All tensors stay in the memory that they had, because CUDA graphs read them there. Raises `EngineQuarantined` if that is impossible.
+
+    Parameters
+    ----------
+    model
+        The model.
+    model_config
+        vLLM's configuration of the model.
+    rules
+        The rules of modules whose inputs have changed. Rules with other ways than "recompute" are ignored.
+    """
+    for rule in rules:
+        if rule.how == "recompute":
+            module = model.get_submodule(rule.name)
+            with torch.no_grad(), kept_memory(rule.name, module):
+                module.process_weights_after_loading(model_config.dtype)
+
+
+@contextlib.contextmanager
+def kept_memory(name: str, module: Any) -> Iterator[None]:
+    """Keep the memory of a module's tensors while the block gives them new values: a tensor in new memory is copied to where it was.
+
+    Raises `EngineQuarantined` after the block if that is impossible, because a tensor has another shape or type, or is missing.
+
+    Parameters
+    ----------
+    name
+        The name of the module, for the error.
+    module
+        The module.
+    """
+    before = tensors_of(module)
+    yield
+    after = tensors_of(module)
+    if unfit := sorted(path for path, tensor in before.items() if not _fits(tensor, after.get(path))):
+        raise EngineQuarantined(f"vLLM has changed the shape or type of {unfit[0]!r} of {name!r}, which compiled graphs do not see.")
+    for path, tensor in before.items():
+        if after[path].data_ptr() != tensor.data_ptr():
+            tensor.data.copy_(after[path])
+            owner, _, attribute = path.rpartition(".")
+            setattr(functools.reduce(getattr, filter(None, owner.split(".")), module), attribute, tensor)
+
+
+def reprocess(module: Any, raw: Mapping[str, torch.Tensor], vllm_config: Any) -> Mapping[str, torch.Tensor]:
+    """Process new raw tensors on a copy of a module. Nothing changes in the module.
+
+    Returns the results by paths, as `tensors_of` does. Results that depend on raw tensors which are not given have no meaning.
+
+    Raises `EngineRefused` if the results do not fit the memory of the live module, or if a number that the module holds would change.
+
+    Parameters
+    ----------
+    module
+        The live module.
+    raw
+        New values of raw tensors, by name, as loaders leave them before processing.
+    vllm_config
+        vLLM's configuration.
+    """
+    shell = make_shell(module)
+    for name, tensor in raw_of(shell).items():
+        if name in raw:
+            tensor.data.copy_(raw[name])
+        elif tensor.is_floating_point():
+            tensor.data.fill_(1)
+        else:
+            tensor.data.zero_()
+    process(shell, vllm_config)
+    live, found = tensors_of(module), tensors_of(shell)
+    unfit = sorted(name for name in {*live, *found} if not _fits(live.get(name), found.get(name)))
+    if unfit:
+        raise EngineRefused(f"processing gives {unfit[0]!r} of {type(module).__name__} another shape or type than it has in memory.")
+    numbers = numbers_of(module)
+    changed = sorted(name for name, value in numbers_of(shell).items() if numbers.get(name) != value)
+    if changed:
+        raise EngineRefused(f"processing changes the number {changed[0]!r} of {type(module).__name__}, which an update cannot write.")
+    return found
+
+
+def _fits(live: torch.Tensor | None, new: torch.Tensor | None) -> bool:
+    return live is not None and new is not None and (live.shape, live.dtype) == (new.shape, new.dtype)
+
+
+def _hidden_state(module: Any) -> str | None:
+    """Return an attribute of a module or of its method that holds weights in a form which cannot be read. None if there is none."""
+    method = module.quant_method
+    owners = [module, method, *vars(method).values()]
+    return next((name for owner in owners for name in sorted(_HIDDEN) if getattr(owner, name, None) is not None), None)

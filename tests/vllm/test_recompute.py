@@ -1,0 +1,286 @@
+"""Modules whose tensors are computed from weights hold, after an update, what a fresh load computes, in the memory that they had."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from loaded_models import LoadedModel, import_vllm, load_model, publish, read_checkpoint
+from model_memory import addresses, difference, memory
+from tiny_checkpoints import State, TinyMla, TinyModel
+
+from deltawire.errors import EngineQuarantined, EngineRefused
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def _requantising(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM quantise with a given scale on a CPU, as its kernels for GPUs do."""
+    import_vllm()
+    import torch
+    from vllm import _custom_ops
+
+    def scaled_fp8_quant(weights: Any, scale: Any) -> tuple[Any, Any]:
+        most = torch.finfo(torch.float8_e4m3fn).max
+        return (weights.float() / scale).clamp(-most, most).to(torch.float8_e4m3fn), scale
+
+    monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", scaled_fp8_quant)
+
+
+@pytest.fixture
+def raw(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, dict[str, Any]]]:
+    """Record the raw tensors of each module that is loaded, before vLLM processes them."""
+    import_vllm()
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+
+    recorded: dict[int, dict[str, Any]] = {}
+    for kind in (CompressedTensorsLinearMethod, Fp8LinearMethod):
+        monkeypatch.setattr(kind, "process_weights_after_loading", _recording(kind.process_weights_after_loading, recorded))
+    return recorded
+
+
+def _recording(process: Any, recorded: dict[int, dict[str, Any]]) -> Any:
+    def record(method: Any, layer: Any) -> None:
+        held = {**layer._parameters, **layer._buffers}
+        recorded[id(layer)] = {name: tensor.data.clone() for name, tensor in held.items() if tensor is not None}
+        process(method, layer)
+
+    return record
+
+
+def two_versions(model: TinyModel) -> list[State]:
+    """Return two versions whose scales differ, also between weights that vLLM fuses."""
+    first, second, rng = model.state(), model.state(), np.random.default_rng(5)
+    for name in second:
+        second[name] = (second[name] * rng.uniform(0.3, 3) + 0.01).astype(ml_dtypes.bfloat16)
+    return [first, second]
+
+
+def fp8_per_tensor(folder: Path, model: TinyModel, state: State) -> Path:
+    """Write a checkpoint in fp8 with one scale for each weight. deltawire's own recipe gives fused weights a common scale."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    checkpoint = model.save(folder, state)
+    tensors = {}
+    for name, tensor in read_checkpoint(checkpoint).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        scale = tensor.float().abs().max() / 448
+        tensors[name] = (tensor.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((checkpoint / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
+    (checkpoint / "config.json").write_text(json.dumps(settings))
+    return checkpoint
+
+
+def modules_with(loaded: LoadedModel, recorded: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    return {name: module for name, module in loaded.model.named_modules() if id(module) in recorded}
+
+
+def check_reprocessing(live: LoadedModel, fresh: LoadedModel, raw: dict[int, dict[str, Any]], *only: str) -> None:
+    """Process the raw tensors of the fresh model on copies of the live modules, and write the results into those."""
+    from deltawire.engines.vllm.module_shell import tensors_of
+    from deltawire.engines.vllm.recompute import reprocess
+
+    places, before = addresses(live.model), memory(live.model)
+    for name, module in modules_with(live, raw).items():
+        new = raw[id(fresh.model.get_submodule(name))]
+        results = reprocess(module, {key: tensor for key, tensor in new.items() if not only or key in only}, live.vllm_config)
+        assert memory(live.model) == before, f"{name} changed while a copy of it was processed"
+        for path, tensor in tensors_of(module).items():
+            if not only or path in only:
+                tensor.data.copy_(results[path])
+        before = memory(live.model)
+    assert addresses(live.model) == places
+
+
+@pytest.mark.usefixtures("_requantising")
+def test_fused_fp8_weights_with_one_scale_are_requantised_as_in_a_fresh_load(tmp_path: Path, raw: dict[int, dict[str, Any]]) -> None:
+    import torch
+
+    model = TinyModel("tensor", scale=4, layers=1)
+    live, fresh = (load_model(fp8_per_tensor(tmp_path / str(n), model, state)) for n, state in enumerate(two_versions(model)))
+    fused = raw[id(fresh.model.model.layers[0].self_attn.qkv_proj)]
+    assert fused["weight_scale"].unique().numel() == 3
+    assert not torch.equal(fused["weight"].T.float(), fresh.model.model.layers[0].self_attn.qkv_proj.weight.float())
+    check_reprocessing(live, fresh, raw)
+    differing = {line.partition(":")[0] for line in difference(memory(live.model), memory(fresh.model))}
+    assert not any("_proj" in name for name in differing), differing
+    assert "lm_head.weight" in differing  # it was not processed, so it is still that of the first version
+
+
+def test_the_derived_projections_of_mla_are_recomputed_in_place(tmp_path: Path) -> None:
+    from deltawire.engines.vllm.recompute import derived_from, recompute, rule_for
+
+    model = TinyMla("mla", scale=4, layers=2)
+    _, (first, second) = publish(tmp_path, model, two_versions(model), "fp8-block")
+    live, fresh = load_model(first), load_model(second)
+    with_projections = {name: module for name, module in live.model.named_modules() if derived_from(module)}
+    assert len(with_projections) == 2
+    rules = [rule_for(module, name, {}) for name, module in with_projections.items()]
+    assert {rule.how for rule in rules} == {"recompute"}
+    places = addresses(live.model)
+    for name, parameter in live.model.named_parameters():
+        if "W_U" not in name:
+            parameter.data.copy_(fresh.model.get_parameter(name))  # as an update writes it
+    stale = difference(memory(live.model), memory(fresh.model))
+    assert len(stale) == 4
+    assert all(".W_U" in line for line in stale), stale
+    with live.active():
+        recompute(live.model, live.vllm_config.model_config, rules[:1])
+        assert len(difference(memory(live.model), memory(fresh.model))) == 2
+        recompute(live.model, live.vllm_config.model_config, rules)
+    assert difference(memory(live.model), memory(fresh.model)) == []
+    assert addresses(live.model) == places
+
+
+def test_mla_without_quantisation_has_nothing_to_recompute(tmp_path: Path) -> None:
+    from deltawire.engines.vllm.recompute import derived_from
+
+    model = TinyMla("mla", layers=1)
+    live = load_model(model.save(tmp_path / "start", model.state()))
+    assert not any(derived_from(module) for module in live.model.modules())
+
+
+def test_derived_tensors_stay_in_their_memory_or_the_worker_is_quarantined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltawire.engines.vllm.recompute import derived_from, recompute, rule_for
+
+    model = TinyMla("mla", scale=4, layers=1)
+    _, (first,) = publish(tmp_path, model, [model.state()], "fp8-block")
+    live = load_model(first)
+    ((name, module),) = [(name, module) for name, module in live.model.named_modules() if derived_from(module)]
+    kind, rules, places = type(module.W_UV), [rule_for(module, name, {})], addresses(live.model)
+
+    def renew(_: Any) -> None:
+        module.W_UV = kind(module.W_UV.data.clone() + 1, requires_grad=False)
+
+    before = module.W_UV.data.clone()
+    monkeypatch.setattr(module, "process_weights_after_loading", renew)
+    recompute(live.model, live.vllm_config.model_config, rules)
+    assert addresses(live.model) == places
+    assert module.W_UV.equal(before + 1)
+
+    def transpose(_: Any) -> None:
+        module.W_UV = kind(module.W_UV.data.mT, requires_grad=False)
+
+    monkeypatch.setattr(module, "process_weights_after_loading", transpose)
+    with pytest.raises(EngineQuarantined, match="shape or type of 'W_UV'"):
+        recompute(live.model, live.vllm_config.model_config, rules)
+
+
+def test_the_global_scales_of_nvfp4_are_computed_without_its_weights(
+    tmp_path: Path, raw: dict[int, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from vllm.model_executor.kernels.linear.nvfp4 import emulation
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4 as scheme
+
+    config = type("Config", (), {})()
+    monkeypatch.setattr(scheme, "init_nvfp4_linear_kernel", lambda **_: emulation.EmulationNvFp4LinearKernel(config))
+    model = TinyModel("nvfp4", scale=4, layers=1)
+    _, (first, second) = publish(tmp_path, model, two_versions(model), "nvfp4")
+    live, fresh = load_model(first), load_model(second)
+    check_reprocessing(live, fresh, raw, "weight_global_scale")
+    for name, module in modules_with(live, raw).items():
+        assert torch.equal(module.weight_global_scale, fresh.model.get_submodule(name).weight_global_scale)
+        assert not torch.equal(module.weight, fresh.model.get_submodule(name).weight)
+
+
+@pytest.mark.parametrize("recipe", ["int4", "fp8-channel", "fp8-block"])
+def test_one_module_is_loaded_anew_in_place_and_the_others_stay(recipe: str, tmp_path: Path) -> None:
+    from deltawire.engines.vllm.load_module import load_module
+
+    model = TinyModel("module", scale=4, layers=1)
+    _, (first, second) = publish(tmp_path, model, two_versions(model), recipe)
+    live, fresh = load_model(first), load_model(second)
+    before, places = memory(live.model), addresses(live.model)
+    name = "model.layers.0.self_attn.qkv_proj"
+    parts = tuple(f"model.layers.0.self_attn.{part}_proj." for part in "qkv")
+    new = read_checkpoint(second)
+    with live.active():
+        load_module(
+            live.model, live.vllm_config.model_config, name, [(key, tensor) for key, tensor in new.items() if key.startswith(parts)]
+        )
+    after, wanted = memory(live.model), memory(fresh.model)
+    assert addresses(live.model) == places
+    assert {path: value for path, value in after.items() if name in path} == {path: value for path, value in wanted.items() if name in path}
+    changed = {path for path in after if after[path] != before[path]}
+    assert changed
+    assert all(path.startswith(name) for path in changed)
+
+
+def test_results_that_do_not_fit_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
+
+    from deltawire.engines.vllm.recompute import reprocess
+
+    model = TinyModel("block", scale=4, layers=1)
+    _, (checkpoint,) = publish(tmp_path, model, [model.state()], "fp8-block")
+    live = load_model(checkpoint)
+    module = live.model.model.layers[0].mlp.down_proj
+    before = memory(live.model)
+    process = Fp8LinearMethod.process_weights_after_loading
+
+    def with_number(method: Any, layer: Any) -> None:
+        process(method, layer)
+        layer.some_scale = 2.0
+
+    monkeypatch.setattr(Fp8LinearMethod, "process_weights_after_loading", with_number)
+    with pytest.raises(EngineRefused, match="the number 'some_scale'"):
+        reprocess(module, {}, live.vllm_config)
+
+    def dequantised(method: Any, layer: Any) -> None:
+        process(method, layer)
+        layer.weight = type(layer.weight)(layer.weight.data.float(), requires_grad=False)
+
+    monkeypatch.setattr(Fp8LinearMethod, "process_weights_after_loading", dequantised)
+    with pytest.raises(EngineRefused, match="another shape or type"):
+        reprocess(module, {}, live.vllm_config)
+    assert memory(live.model) == before
+
+
+class _Method:
+    """Stands for a quantisation method of vLLM."""
+
+
+class OnlineLinearBase(_Method):
+    """Has the name of vLLM's class for weights that are quantised after loading."""
+
+
+class BaseKVCacheMethod(_Method):
+    """Has the name of vLLM's class for the scales of a KV cache."""
+
+
+@pytest.mark.parametrize(
+    ("method", "attributes", "classes", "how", "reason"),
+    [
+        (_Method(), {}, {("scale", "scale"): "arithmetic", ("weight", "weight"): "permutation"}, "reprocess", "computes scale"),
+        (_Method(), {}, {("weight", "weight"): "failed"}, "load_anew", "fails on a copy"),
+        (_Method(), {"enable_eplb": True}, {}, "refuse", "EPLB"),
+        (_Method(), {"dnnl_handler": object()}, {}, "load_anew", "in dnnl_handler"),
+        (OnlineLinearBase(), {}, {}, "load_anew", "quantises weights after loading"),
+        (BaseKVCacheMethod(), {}, {}, "load_anew", "scales as numbers"),
+    ],
+)
+def test_a_rule_says_how_a_module_is_updated_and_why(
+    method: Any, attributes: dict[str, Any], classes: dict[tuple[str, str], str], how: str, reason: str
+) -> None:
+    from deltawire.engines.vllm.recompute import rule_for
+
+    module = types.SimpleNamespace(quant_method=method, **attributes)
+    rule = rule_for(module, "model.layer", classes, inputs=["a", "b"])
+    assert (rule.name, rule.how, rule.inputs) == ("model.layer", how, ("a", "b"))
+    assert reason in rule.reason
