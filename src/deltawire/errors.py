@@ -58,7 +58,8 @@
     │   ├── EngineRefused           it cannot load these weights: names or shapes differ
     │   │   └── EngineDtypeDiffers  the types of a tensor differ
     │   ├── SwapFailed              a swap failed and was reverted; the engine serves the old version
-    │   └── EngineQuarantined       it stays paused because its weights are in an unknown state
+    │   ├── EngineQuarantined       it stays paused because its weights are in an unknown state
+    │   └── DecodingDiffers         after an update, it generates other tokens than its weights make
     ├── RewardError                 a reward function failed, or returned an invalid reward
     │   └── UnusableReward          it cannot be loaded, or needs a column that the dataset lacks
     ├── FleetError                  the fleet's work cannot go on
@@ -466,6 +467,12 @@ class EngineQuarantined(EngineError):
 
     hint = "The next sync loads a full checkpoint and resumes the engine. Until then it generates nothing."
     retryable = True
+
+
+class DecodingDiffers(EngineError):
+    """After an update, an engine computes other results for the tokens that it generates than for the same tokens in a prompt."""
+
+    hint = "Restart the engine: its compiled graphs may read old memory, and loading weights again does not change that."
 
 
 class RewardError(DeltawireError):

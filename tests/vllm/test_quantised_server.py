@@ -18,6 +18,7 @@ from tiny_checkpoints import State, TinyModel
 import deltawire
 from deltawire import Publisher
 from deltawire.chain.reader_options import ReaderOptions
+from deltawire.engines.vllm.canary import check_decoding
 from deltawire.engines.vllm.routes import VllmRoutes
 from deltawire.publish.writer_options import WriterOptions
 
@@ -76,6 +77,7 @@ def test_after_twenty_updates_and_a_restart_of_the_trainer_a_server_computes_wha
     assert worker["transformed"] > 0, "no weight is repacked, so the server could be patched"
     assert (seen[-1], server.routes.checksums()) == fresh
     assert len({str(each) for each in seen}) == len(seqs)
+    assert check_decoding(server.routes).tokens == 32
     update(server.routes, seqs[0])  # back over all versions at once
     assert logprobs(server) == seen[0]
     update(server.routes, seqs[-1])

@@ -23,6 +23,7 @@ In the process that drives the server, which needs neither vLLM nor torch:
     server_update.py  the server as an engine for `SwapController`: pause, update, resume
     routes.py         a client of the server's HTTP routes
     token_route.py    the route that tells which weights made which token: its requests and answers
+    canary.py         checks after an update that decoding computes what prompts do
     generation.py     completions for a member of a fleet, from a server that the member drives
 """
 

@@ -109,6 +109,10 @@ class VllmRoutes:
         """Raise `EngineUnreachable` or `RouteFailed` if the server, or the engine process behind it, has ended."""
         self._get("/health")
 
+    def complete(self, body: Mapping[str, Any]) -> Any:
+        """Return the answer to a request for completions (`/v1/completions`)."""
+        return self._post("/v1/completions", body)
+
     def initialise(self, info: Mapping[str, Any]) -> None:
         """Tell all workers where versions come from. `InitInfo` in backend.py describes the fields."""
         self._post("/init_weight_transfer_engine", {"init_info": dict(info)})
