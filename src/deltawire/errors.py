@@ -55,6 +55,7 @@
     │   └── MirrorBusy              another process holds its lock and shows no progress
     ├── EngineError                 a request to an engine failed
     │   ├── EngineUnavailable       it does not answer, pause or resume
+    │   │   └── EngineAsleep        its weights are not in the memory of its device
     │   ├── EngineRefused           it cannot load these weights: names or shapes differ
     │   │   └── EngineDtypeDiffers  the types of a tensor differ
     │   ├── SwapFailed              a swap failed and was reverted; the engine serves the old version
@@ -441,6 +442,12 @@ class EngineUnavailable(EngineError):
 
     hint = "Check that the engine runs. The next sync tries again."
     retryable = True
+
+
+class EngineAsleep(EngineUnavailable):
+    """The engine is asleep: its weights are not in the memory of its device. Nothing was changed."""
+
+    hint = "Wake the engine up (for vLLM: POST /wake_up). The next sync tries again."
 
 
 class EngineRefused(EngineError):

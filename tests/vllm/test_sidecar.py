@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,24 @@ from deltawire import Publisher
 from deltawire.chain.log import ChainLog
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.reports import QUARANTINED, REFUSED, SERVING, Report, read_reports
-from deltawire.engines.vllm.routes import EngineUnreachable, RouteFailed
+from deltawire.engines import KvCache
+from deltawire.engines.vllm.routes import EngineUnreachable, RouteFailed, SwapAnswer
 from deltawire.engines.vllm.sidecar import QUARANTINED_LABEL, Sidecar
-from deltawire.errors import EngineQuarantined, EngineRefused, EngineUnavailable
+from deltawire.errors import EngineAsleep, EngineQuarantined, EngineRefused, EngineUnavailable, SwapFailed
 from deltawire.events import Event
 from deltawire.store import open_store
 
 
 class ServerDouble:
-    """A server with two workers that answer as real ones would. `failing` names the routes that fail, `lost` those that get no answer."""
+    """A server with two workers that answer as real ones would. `failing` names the routes that fail, `lost` those that get no answer.
+
+    With `one_call` it swaps in one call. `answers` are the outcomes of the next swaps, in order; after them, swaps are made.
+    """
 
     def __init__(self) -> None:
+        self.one_call = False
+        self.answers: list[str] = []
+        self.asleep = self.held = False
         self.restart()
         self.calls: list[str] = []
         self.requests = 0
@@ -56,7 +64,22 @@ class ServerDouble:
         return self.paused
 
     def status(self) -> list[dict[str, Any]]:
-        return [dict(self.worker), dict(self.worker)]
+        if "status after a swap" in self.lost and self.calls and self.calls[-1].startswith("swap"):
+            raise EngineUnreachable("no answer.")
+        core = {"one_call": self.one_call, "paused": self.paused, "asleep": self.asleep, "held": self.held}
+        return [{**self.worker, **core}, {**self.worker, **core}]
+
+    def swap(self, seq: int, label: str, kv_cache: KvCache, *, anew: bool = False) -> SwapAnswer:
+        outcome = self.answers.pop(0) if self.answers else "made"
+        if outcome == "made":
+            self.worker |= {"seq": seq, "quarantined": False, "error": None}
+            self.name, self.paused, self.held = label, self.paused and not (anew or self.held), False
+        elif outcome == "quarantined":
+            self.worker |= {"seq": None, "quarantined": True, "error": "half-way"}
+            self.name, self.paused = QUARANTINED_LABEL, True
+        self._note(f"swap {kv_cache.value}{' anew' if anew else ''}")
+        error = None if outcome == "made" else f"worker 0: {outcome}"
+        return SwapAnswer(outcome, error, self.status(), 1.0, 2.0, 3, not self.paused)
 
     def initialise(self, info: dict[str, Any]) -> None:
         pass
@@ -108,13 +131,14 @@ class Scene:
         self.events: list[Event] = []
         self.sidecar = self.start()
 
-    def start(self) -> Sidecar:
+    def start(self, **options: Any) -> Sidecar:
         return Sidecar(
             self.server,  # type: ignore[arg-type]
             self.folder / "store",
             self.folder / "mirror",
             options=ReaderOptions(reader="engine"),
             on_event=self.events.append,
+            **options,
         )
 
     def publish(self) -> int:
@@ -247,3 +271,114 @@ def test_a_new_sidecar_resumes_a_server_that_the_one_before_left_paused(scene: S
     again.step()
     again.close()
     assert scene.server.calls == ["resume"]
+
+
+@pytest.fixture
+def one_call(scene: Scene) -> Scene:
+    """A scene whose server swaps in one call and serves a version already."""
+    scene.server.one_call = True
+    scene.publish()
+    scene.sidecar.step()
+    scene.server.calls.clear()
+    scene.events.clear()
+    return scene
+
+
+def test_a_swap_in_one_call_sends_one_request(one_call: Scene) -> None:
+    seq = one_call.publish()
+    one_call.sidecar.step()
+    assert one_call.server.calls == ["prepare", "swap drop"]
+    assert one_call.server.name == str(seq)
+    (swapped,) = (event.fields for event in one_call.events if event.name == "swapped")
+    assert (swapped["http_calls"], swapped["kv_cache"], swapped["preempted"]) == (1, "drop", 3)
+    assert swapped["pause_seconds"] == 3e-3  # the time that the server reports, without the request's own
+
+
+@pytest.mark.parametrize(("pause", "allowed"), [("abort", True), ("keep", False)])
+def test_routes_are_used_if_one_call_is_not_possible_or_not_wanted(scene: Scene, pause: Any, allowed: bool) -> None:
+    scene.server.one_call = True
+    scene.publish()
+    with contextlib.closing(scene.start(pause=pause, one_call=allowed)) as sidecar:
+        sidecar.step()
+    assert scene.server.calls == ["prepare", f"pause {pause} clear", "start", "write", "finish", "resume"]
+
+
+def test_a_refused_swap_changes_nothing_and_is_reported(one_call: Scene) -> None:
+    before = one_call.server.name
+    one_call.publish()
+    one_call.server.answers = ["refused"]
+    with pytest.raises(EngineRefused, match="worker 0: refused"):
+        one_call.sidecar.step()
+    assert one_call.server.calls == ["prepare", "swap drop"]
+    assert (one_call.server.name, one_call.report().state) == (before, REFUSED)
+
+
+def test_a_quarantined_server_is_repaired_by_the_next_call(one_call: Scene) -> None:
+    seq = one_call.publish()
+    one_call.server.answers = ["quarantined", "quarantined"]
+    with pytest.raises(EngineQuarantined):
+        one_call.sidecar.step()
+    assert one_call.server.calls == ["prepare", "swap drop", "swap drop anew"]
+    assert (one_call.server.paused, one_call.server.name) == (True, QUARANTINED_LABEL)
+    assert one_call.report().state == QUARANTINED
+    one_call.sidecar.step()
+    assert one_call.server.calls[3:] == ["swap drop anew"]
+    assert (one_call.server.paused, one_call.server.name) == (False, str(seq))
+    assert one_call.report().state == SERVING
+
+
+@pytest.mark.parametrize("was_made", [True, False])
+def test_a_server_whose_answer_was_lost_is_asked_what_it_has(one_call: Scene, was_made: bool) -> None:
+    seq = one_call.publish()
+    one_call.server.lost = {"swap drop"}
+    one_call.server.answers = [] if was_made else ["refused"]
+    if was_made:
+        one_call.sidecar.step()
+        assert one_call.report().seq == seq
+    else:
+        with pytest.raises(SwapFailed):
+            one_call.sidecar.step()
+        one_call.server.lost = set()
+        one_call.sidecar.step()
+    assert "resume" not in one_call.server.calls
+    assert one_call.server.name == str(seq)
+
+
+def test_a_server_that_is_gone_during_a_swap_is_asked_by_the_next_step(one_call: Scene) -> None:
+    seq = one_call.publish()
+    one_call.server.lost = {"swap drop", "status after a swap"}
+    with pytest.raises(EngineUnreachable):
+        one_call.sidecar.step()
+    one_call.server.lost = set()
+    one_call.server.calls.clear()
+    one_call.sidecar.step()
+    assert one_call.server.calls == []  # it has made the swap
+    assert one_call.server.name == str(seq)
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_server_that_is_asleep_is_not_changed(one_call: Scene, when: str) -> None:
+    before = one_call.server.name
+    one_call.publish()
+    one_call.server.asleep = when == "before"
+    one_call.server.answers = ["asleep"] if when == "during" else []
+    with pytest.raises(EngineAsleep):
+        one_call.sidecar.step()
+    assert one_call.server.calls == ([] if when == "before" else ["prepare", "swap drop"])
+    assert one_call.server.name == before
+    one_call.server.asleep = False
+    one_call.sidecar.step()
+    assert one_call.server.name != before
+
+
+@pytest.mark.parametrize("is_one_call", [True, False])
+def test_a_held_server_is_resumed_only_by_a_version(scene: Scene, is_one_call: bool) -> None:
+    scene.server.one_call, scene.server.held, scene.server.paused = is_one_call, True, True
+    scene.publish()
+    scene.server.answers, scene.server.failing = ["refused"], {"start"}
+    with pytest.raises(EngineRefused):
+        scene.sidecar.step()
+    assert scene.server.paused
+    scene.server.failing = set()
+    scene.sidecar.step()
+    assert not scene.server.paused

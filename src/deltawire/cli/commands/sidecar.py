@@ -34,6 +34,11 @@ class Cache(str, enum.Enum):
     keep = "keep"
 
 
+class SwapBy(str, enum.Enum):
+    call = "call"
+    routes = "routes"
+
+
 class Confirm(str, enum.Enum):
     written = "written"
     everything = "everything"
@@ -65,6 +70,9 @@ def sidecar(
     confirm: Annotated[
         Confirm, typer.Option("--confirm", help="After each swap, read back the tensors that were written, or all tensors.")
     ] = Confirm.written,
+    swap: Annotated[
+        SwapBy, typer.Option("--swap", help="Swap in one call if the server can, or always by vLLM's routes, which takes longer.")
+    ] = SwapBy.call,
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="The name of this engine in the store.", show_default=False)
     ] = None,
@@ -96,6 +104,7 @@ def sidecar(
             pause=pause.value,
             kv_cache=KvCache(kv_cache.value),
             confirm=confirm.value,
+            one_call=swap is SwapBy.call,
             options=reader_options(run, trust, reader=name, pin=pin),
             threads=threads,
             on_event=ending.with_output(_print_as_json if json else _Listener(verbose)),

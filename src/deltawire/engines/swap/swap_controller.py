@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from ...chain.version import Version
-from ...errors import DeltawireError, EngineQuarantined, EngineRefused, EngineUnavailable, SwapFailed
+from ...errors import DeltawireError, EngineAsleep, EngineQuarantined, EngineRefused, EngineUnavailable, SwapFailed
 from ...events import OnEvent, Value, emit
 from ...subscribe.prepared_swap import PreparedSwap
 from ..base import KvCache
@@ -93,7 +93,8 @@ class SwapController:
     | serving     | ensure_running | nothing                                       | serving     |                   |
 
     While a swap from serving or halted runs, the state is paused. An engine that refuses an update without changing anything raises
-    `EngineRefused` in `apply`. It is reverted like other failures, and then raised in place of `SwapFailed`. If Ctrl-C interrupts a step
+    `EngineRefused` in `apply`, and one that is asleep `EngineAsleep`. These are reverted like other failures, and then raised in place of
+    `SwapFailed`. If Ctrl-C interrupts a step
     before `resume`, the swap is reverted and `KeyboardInterrupt` is raised in place of `SwapFailed`. If it interrupts `resume`, the swap
     was made, so `swap` returns. The next `ensure_running` resumes the engine and raises `KeyboardInterrupt`.
 
@@ -221,7 +222,7 @@ class SwapController:
         if self.state is SwapState.QUARANTINED:  # it is back at weights that were unknown before
             raise self._quarantine(message, version) from error
         self._resume(served)
-        if isinstance(error, EngineRefused) or not isinstance(error, Exception):
+        if isinstance(error, EngineRefused | EngineAsleep) or not isinstance(error, Exception):
             raise error
         raise SwapFailed(message) from error
 

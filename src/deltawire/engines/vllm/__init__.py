@@ -3,6 +3,7 @@
 In vLLM's processes, in the order in which an update passes through them:
 
     plugin.py         the entry point that vLLM calls; it registers the backend `deltawire`
+    engine_core.py    lets EngineCore swap in one call, between two steps
     update_types.py   types that live updates share
     backend.py        the backend, one object in each worker: stages an update while the server generates, writes it while it is paused
     staging.py        finds out what differs between the version that a worker has and the next one
@@ -29,3 +30,6 @@ In the process that drives the server, which needs neither vLLM nor torch:
 
 OLDEST_VLLM = "0.32"
 """The oldest release of vLLM that works: the tests run this one, and older ones do not label tokens with the weights that made them."""
+
+QUARANTINED_LABEL = "deltawire-quarantined"
+"""The label of a server's weights while they are in an unknown state."""

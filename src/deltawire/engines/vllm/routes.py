@@ -8,10 +8,12 @@ import threading
 import time
 import urllib.parse
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...errors import EngineError, EngineUnavailable
+from ..base import KvCache
 from ..http_session import HttpSession, NoAnswer, PendingAnswer, http_session
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -45,6 +47,41 @@ class RouteFailed(EngineError):
     def __init__(self, route: str, status: int, text: str) -> None:
         self.status = status
         super().__init__(f"{route} failed with status {status}: {text}")
+
+
+WorkerStatus = dict[str, Any]
+"""The status of one worker: the result of `DeltaWireBackend.status`, and `engine_core.engine_state`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapAnswer:
+    """The result of a swap in one call. engine_core.py describes the outcomes.
+
+    Parameters
+    ----------
+    outcome
+        "made", "refused", "asleep" or "quarantined".
+    error
+        What failed, or None.
+    workers
+        The status of each worker. Empty if the workers were not called.
+    drain_ms
+        Milliseconds until the steps in flight had ended.
+    swap_ms
+        Milliseconds from then on, until generation continued.
+    preempted
+        The number of requests whose keys and values were dropped.
+    running
+        Whether the server generates now.
+    """
+
+    outcome: str
+    error: str | None
+    workers: Sequence[WorkerStatus]
+    drain_ms: float
+    swap_ms: float
+    preempted: int
+    running: bool
 
 
 class VllmRoutes:
@@ -133,6 +170,27 @@ class VllmRoutes:
         """Pause the server. It may be paused already."""
         query = urllib.parse.urlencode({"mode": mode, "clear_cache": str(clear_cache).lower()})
         self._post(f"/pause?{query}", None)
+
+    def swap(self, seq: int, label: str, kv_cache: KvCache, *, anew: bool = False) -> SwapAnswer:
+        """Swap between two steps, in one request. Only servers whose status says `one_call` have it.
+
+        Parameters
+        ----------
+        seq
+            The number of the version's commit, which all workers have staged.
+        label
+            The label of the new weights.
+        kv_cache
+            What happens to keys and values that the old weights computed.
+        anew
+            True to load all weights.
+        """
+        results = self.call_workers("deltawire_swap", seq, label, kv_cache.value, anew)
+        try:
+            (told,) = results
+            return SwapAnswer(**{name: told[name] for name in SwapAnswer.__slots__})
+        except (KeyError, TypeError, ValueError) as error:
+            raise RouteFailed("/collective_rpc", 200, f"the answer cannot be read: {error!r}") from error
 
     def start_update(self) -> None:
         """Begin an update of a paused server."""

@@ -1,17 +1,18 @@
-"""A vLLM server as an engine that `SwapController` pauses and resumes, and one update of its workers as the change that it makes."""
+"""A vLLM server as an engine for `SwapController`, and one update of its workers as the change that the controller makes.
+
+A server swaps in one of two ways. Usually it swaps in one call (engine_core.py): `OneCallUpdate.apply` does everything, and the calls
+before and after it send no request. Otherwise the controller pauses the server, `RoutesUpdate.apply` makes the update by vLLM's routes, and
+the controller resumes the server. `PausableServer.one_call` says which way is used.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ...chain.version import Version
-from ...errors import EngineError, EngineRefused
+from ...errors import EngineAsleep, EngineError, EngineRefused
 from ..base import KvCache
-from .routes import PauseMode, RouteFailed, VllmRoutes
-
-WorkerStatus = dict[str, Any]
-"""The result of `DeltaWireBackend.status` for one worker."""
+from .routes import EngineUnreachable, PauseMode, RouteFailed, SwapAnswer, VllmRoutes, WorkerStatus
 
 
 class PausableServer:
@@ -22,49 +23,133 @@ class PausableServer:
     routes
         A client of the server's routes.
     mode
-        What happens to requests that the server is answering.
+        What happens to requests that the server is answering. A swap in one call continues them ("keep").
+    may_call_once
+        Whether to swap in one call if the server can.
     """
 
     name = "vllm"
 
-    def __init__(self, routes: VllmRoutes, mode: PauseMode) -> None:
-        self._routes = routes
+    def __init__(self, routes: VllmRoutes, mode: PauseMode, *, may_call_once: bool = True) -> None:
+        self.routes = routes
         self._mode: PauseMode = mode
+        self._may_call_once = may_call_once and mode == "keep"
         self._requests_before = 0
+        self.kv_cache = KvCache.DROP
+        """The policy of the swap in progress."""
+        self.one_call = False
+        """Whether swaps are made in one call."""
+        self.must_resume = True
+        """Whether the server needs a request to resume. A swap in one call leaves it running, or paused as it was before."""
+        self.is_held = False
+        """Whether the server waits for its first version, so that only a swap may resume it."""
         self.http_calls = 0
         """The number of requests that the last swap sent from the pause on, with those that pause and resume the server."""
 
+    def observe(self, workers: Sequence[WorkerStatus]) -> None:
+        """Take from the status of the workers how this server swaps. Raises `EngineAsleep` if its memory is not resident."""
+        self.one_call = self._may_call_once and all(worker.get("one_call", False) for worker in workers)
+        self.is_held = any(worker.get("held", False) for worker in workers)
+        if any(worker.get("asleep", False) for worker in workers):
+            raise EngineAsleep("the server is asleep, so its weights cannot be changed.")
+
     def pause(self, kv_cache: KvCache) -> None:
-        self._requests_before = self._routes.requests
-        self._routes.pause(self._mode, clear_cache=kv_cache is KvCache.DROP)
+        self._requests_before = self.routes.requests
+        self.kv_cache, self.must_resume = kv_cache, not self.one_call
+        if not self.one_call:
+            self.routes.pause(self._mode, clear_cache=kv_cache is KvCache.DROP)
 
     def resume(self) -> None:
         try:
-            self._routes.resume()
+            if self.must_resume and not self.is_held:
+                self.routes.resume()
         finally:
-            self.http_calls = self._routes.requests - self._requests_before
+            self.http_calls = self.routes.requests - self._requests_before
 
 
 class ServerUpdate:
-    """Lets all workers of a paused server write a version, which they have staged. It is a `PreparedSwap`.
+    """Lets all workers of a server write a version, which they have staged. It is a `PreparedSwap`.
 
     Parameters
     ----------
-    routes
-        A client of the server's routes.
+    server
+        The server, which the controller has paused.
     version
         The version to write.
     anew
         True to load all weights from the mirror. It is the only update that quarantined workers accept.
     """
 
-    def __init__(self, routes: VllmRoutes, version: Version, *, anew: bool = False) -> None:
-        self._routes = routes
+    def __init__(self, server: PausableServer, version: Version, *, anew: bool = False) -> None:
+        self._server = server
+        self._routes = server.routes
         self._version = version
         self._anew = anew
-        self._workers: Sequence[WorkerStatus] = ()
+        self.workers: Sequence[WorkerStatus] = ()
+        """The status of each worker after the update, as far as it is known."""
         self.failure: str | None = None
         """Why the workers did not take the update."""
+
+    def apply(self) -> None:
+        raise NotImplementedError
+
+    def confirm(self, *, full: bool) -> None:
+        """Do nothing: the workers have read the weights back before they answered. `DeltaWireBackend` describes what they read."""
+
+    def revert(self) -> None:
+        raise NotImplementedError
+
+    def _has_written(self) -> bool:
+        """Return whether a worker has new weights, complete or not. The server would serve complete ones under the old label."""
+        return any(worker["quarantined"] or worker["seq"] == self._version.seq for worker in self.workers)
+
+
+class OneCallUpdate(ServerUpdate):
+    """An update of a server that swaps in one call."""
+
+    answer: SwapAnswer | None = None
+    """The answer of the server. None if its answer was lost."""
+
+    def apply(self) -> None:
+        try:
+            self.answer = self._routes.swap(self._version.seq, label(self._version), self._server.kv_cache, anew=self._anew)
+        except EngineUnreachable:
+            if not self._was_made():
+                raise
+            return
+        self.workers, self.failure = self.answer.workers, self.answer.error
+        if self.answer.outcome == "made":
+            self._server.must_resume, self._server.is_held = not self.answer.running, False
+        elif self.answer.outcome == "asleep":
+            raise EngineAsleep("the server is asleep, so its weights cannot be changed.")
+        elif self.answer.outcome == "refused":
+            raise EngineRefused(f"the server did not take {self._version.describe()}: {self.failure or 'it gave no reason'}")
+        else:
+            raise EngineError(f"workers failed while they wrote: {self.failure or 'they gave no reason'}")
+
+    def revert(self) -> None:
+        """Return if the server has its old weights. Otherwise raise: the workers could not restore them."""
+        if self.answer is None:
+            self._ask()
+            if not self._has_written():
+                return
+        elif self.answer.outcome in ("refused", "asleep"):
+            return
+        raise EngineError("the workers could not restore the weights that they have overwritten.")
+
+    def _was_made(self) -> bool:
+        """Ask a server whose answer was lost whether it has swapped. It answers when the swap has ended, whatever became of it."""
+        self._ask()
+        has_version = all(worker["seq"] == self._version.seq and not worker["quarantined"] for worker in self.workers)
+        return has_version and self._routes.weight_version() == label(self._version)
+
+    def _ask(self) -> None:
+        self.workers = self._routes.status()
+        self._server.must_resume = any(worker.get("paused", True) for worker in self.workers)
+
+
+class RoutesUpdate(ServerUpdate):
+    """An update of a paused server by vLLM's routes."""
 
     def apply(self) -> None:
         try:
@@ -72,25 +157,19 @@ class ServerUpdate:
             self._routes.update(self._version.seq, anew=self._anew)
             self._routes.finish_update(label(self._version))
         except RouteFailed as error:
-            self._workers = self._routes.settle()
-            self.failure = worker_errors(self._workers) or str(error)
+            self.workers = self._routes.settle()
+            self.failure = worker_errors(self.workers) or str(error)
             if self._has_written():
                 raise EngineError(f"workers failed while they wrote: {self.failure}") from error
             raise EngineRefused(f"the workers did not take {self._version.describe()}: {self.failure}") from error
-
-    def confirm(self, *, full: bool) -> None:
-        """Do nothing: the workers have read the weights back before they answered. `DeltaWireBackend` describes what they read."""
+        self._server.is_held = False
 
     def revert(self) -> None:
         """Return if no worker has written anything. Otherwise raise, because a worker does not keep its old weights."""
-        if not self._workers:  # the server did not answer, so its workers may have written
-            self._workers = self._routes.settle()
+        if not self.workers:  # the server did not answer, so its workers may have written
+            self.workers = self._routes.settle()
         if self._has_written():
             raise EngineError("the workers do not keep the weights that they overwrite.")
-
-    def _has_written(self) -> bool:
-        """Return whether a worker has new weights, complete or not. The server would serve complete ones under the old label."""
-        return any(worker["quarantined"] or worker["seq"] == self._version.seq for worker in self._workers)
 
 
 def label(version: Version) -> str:

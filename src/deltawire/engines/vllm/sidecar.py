@@ -33,11 +33,9 @@ from ...subscribe.follow import pause as pace
 from ...subscribe.pin_keeper import reader_name
 from ..base import KvCache
 from ..swap.swap_controller import SwapController, SwapRecord, SwapState
-from .routes import EngineUnreachable, PauseMode, VllmRoutes
-from .server_update import PausableServer, ServerUpdate, WorkerStatus, label, worker_errors
-
-QUARANTINED_LABEL = "deltawire-quarantined"
-"""The label of the server's weights while they are in an unknown state."""
+from . import QUARANTINED_LABEL as QUARANTINED_LABEL
+from .routes import EngineUnreachable, PauseMode, VllmRoutes, WorkerStatus
+from .server_update import OneCallUpdate, PausableServer, RoutesUpdate, ServerUpdate, label, worker_errors
 
 _MOST_DOUBLINGS = 5
 """After failures, the time between two attempts is doubled at most this many times."""
@@ -64,6 +62,8 @@ class Sidecar:
         What happens to keys and values that the old weights computed.
     confirm
         What the workers read back after each update: "written" or "everything".
+    one_call
+        Whether to swap in one call if the server can (engine_core.py). False always uses vLLM's routes.
     options
         Which chain to accept, and how to read it.
     threads
@@ -83,6 +83,7 @@ class Sidecar:
         pause: PauseMode = "keep",
         kv_cache: KvCache = KvCache.DROP,
         confirm: str = "written",
+        one_call: bool = True,
         options: ReaderOptions | None = None,
         threads: int | None = None,
         staging_patience: float = 600.0,
@@ -95,11 +96,12 @@ class Sidecar:
         self.routes = VllmRoutes(engine) if isinstance(engine, str) else engine
         self.served: Version | None = None
         """The version that this sidecar has brought into the server. None if the server's version is unknown."""
-        self._server = PausableServer(self.routes, pause)
+        self._server = PausableServer(self.routes, pause, may_call_once=one_call)
         self._controller = SwapController(self._server, kv_cache=kv_cache, details=self._swap_details, on_event=on_event)
         self._init_info: dict[str, Any] = {"mirror": str(Path(mirror).absolute()), "confirm": confirm, "threads": threads}
         self._staging_patience = staging_patience
         self._stage_seconds = 0.0
+        self._last_update: ServerUpdate | None = None
         self._on_event = on_event
         self._owns_store = not isinstance(url, Store)
         self._store = open_store(url, options=options.store, on_event=on_event)
@@ -165,6 +167,7 @@ class Sidecar:
         is_new = self.served is None
         self.routes.initialise(self._init_info)
         workers = self.routes.status()
+        self._server.observe(workers)
         if any(worker["quarantined"] for worker in workers):
             self._controller.assume(SwapState.QUARANTINED)
         elif is_new:  # an earlier sidecar may have been killed during a swap
@@ -190,7 +193,8 @@ class Sidecar:
         start = time.monotonic()
         if not anew:
             self._stage(version)
-        self.routes.settle()
+        if not self._server.one_call:
+            self.routes.settle()
         self._stage_seconds = time.monotonic() - start
         try:
             self._update(version, anew=anew)
@@ -200,7 +204,8 @@ class Sidecar:
             self._update(version, anew=True)
 
     def _update(self, version: Version, *, anew: bool) -> None:
-        update = ServerUpdate(self.routes, version, anew=anew)
+        kind = OneCallUpdate if self._server.one_call else RoutesUpdate
+        update = self._last_update = kind(self._server, version, anew=anew)
         try:
             self._controller.swap(update, version)
         except EngineRefused as error:
@@ -215,12 +220,19 @@ class Sidecar:
             raise
 
     def _swap_details(self, record: SwapRecord) -> dict[str, Value]:
-        is_anew = any(worker["last"].get("loaded_anew") for worker in self.routes.status())
+        update = self._last_update
+        assert update is not None
+        is_anew = any(worker["last"].get("loaded_anew") for worker in update.workers or self.routes.status())
+        pause, preempted = record.wait_seconds + record.pause_seconds, None  # the call of /pause takes most of it
+        if isinstance(update, OneCallUpdate) and update.answer is not None:  # requests are answered while the call is on its way
+            pause, preempted = (update.answer.drain_ms + update.answer.swap_ms) / 1e3, update.answer.preempted
         return {
             "stage_seconds": self._stage_seconds,
-            "pause_seconds": record.wait_seconds + record.pause_seconds,  # the call of /pause takes most of it
+            "pause_seconds": pause,
             "behind_seconds": max(0.0, time.time() - record.version.time),
             "http_calls": self._server.http_calls,
+            "kv_cache": self._server.kv_cache.value,
+            "preempted": preempted,
             "loaded_anew": int(is_anew),
         }
 

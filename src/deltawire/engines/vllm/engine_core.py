@@ -1,0 +1,207 @@
+"""A swap in one call to vLLM's EngineCore, the process that schedules the steps of a server.
+
+    POST /collective_rpc {"method": "deltawire_swap", "args": [SEQ, LABEL, KV_CACHE, ANEW]}
+
+EngineCore handles requests only between two steps. For this one it schedules nothing more, finishes the steps in flight, lets all workers
+swap, labels the weights, and continues. `/pause`, `/start_weight_update`, `/update_weights`, `/finish_weight_update` and `/resume` do the
+same in five requests, and `/pause` alone sleeps for 20 ms.
+
+**Why the steps in flight are finished first.** The workers take calls in order, so each step runs completely before or after the swap. But
+EngineCore labels tokens when it processes a step's result, and not when it starts the step. With asynchronous scheduling or pipeline
+parallelism, the results of up to two steps would get the new label although the old weights made them.
+
+**What the answer says.** It is one dictionary: `outcome`, `error`, `workers` (the status of each), `drain_ms`, `swap_ms`, `preempted` (the
+number of requests whose keys and values were dropped) and `running`. The outcome is one of these:
+
+    made         the weights are those of the version, and have its label
+    refused      nothing has changed, and the server continues
+    asleep       the same: the server's memory is not resident
+    quarantined  the weights are in an unknown state; the server stays paused, and its label says so
+
+vLLM's routes stay the way to swap if several engines work in step (data parallelism), and for a vLLM that lacks one of the attributes in
+`NEEDED`. The status of the workers (`deltawire_status`) says whether the server can swap in one call.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from . import QUARANTINED_LABEL
+
+SWAP, STATUS = "deltawire_swap", "deltawire_status"
+"""The names of the calls that EngineCore treats in its own way. All others go to the workers unchanged."""
+
+NEEDED = ("collective_rpc", "set_weight_version", "get_weight_version", "reset_encoder_cache", "step", "step_with_batch_queue")
+"""The attributes that the class EngineCore must have."""
+NEEDED_BY_LOOP = ("_process_engine_step",)
+"""The attributes that an engine with steps in flight must have. `EngineCoreProc` has them."""
+NEEDED_OF_SCHEDULER = ("pause_state", "set_pause_state", "reset_prefix_cache")
+
+
+def install(core_class: type) -> bool:
+    """Let EngineCore swap in one call. Returns False, and changes nothing, if this vLLM does not have what is needed.
+
+    Parameters
+    ----------
+    core_class
+        vLLM's class `EngineCore`. It may have been changed already.
+    """
+    original = getattr(core_class, "collective_rpc", None)
+    if getattr(original, "swaps_in_one_call", False):
+        return True
+    if original is None or not all(hasattr(core_class, name) for name in NEEDED):
+        return False
+
+    @functools.wraps(original)  # vLLM converts arguments by the signature
+    def collective_rpc(
+        core: Any, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> list[Any]:
+        if method == SWAP:
+            return [swap_between_steps(core, *args, **(kwargs or {}))]
+        answers: list[Any] = original(core, method, timeout, args, kwargs)
+        if method != STATUS:
+            return answers
+        state = engine_state(core)
+        return [{**answer, **state} for answer in answers]
+
+    collective_rpc.swaps_in_one_call = True  # type: ignore[attr-defined]
+    core_class.collective_rpc = collective_rpc  # type: ignore[attr-defined]
+    return True
+
+
+def engine_state(core: Any) -> dict[str, Any]:
+    """Return what only EngineCore knows about a server: whether it can swap in one call, and whether it is paused or asleep."""
+    return {"one_call": can_swap(core), "paused": not _is_running(core), "asleep": bool(core.model_executor.is_sleeping)}
+
+
+def can_swap(core: Any) -> bool:
+    """Return whether an engine can swap in one call. Engines in step with others cannot, because each would swap at another step."""
+    is_alone = core.vllm_config.parallel_config.data_parallel_size == 1 and not getattr(core, "has_coordinator", False)
+    has_all = all(hasattr(core.scheduler, name) for name in NEEDED_OF_SCHEDULER)
+    return is_alone and has_all and (core.batch_queue is None or all(hasattr(core, name) for name in NEEDED_BY_LOOP))
+
+
+def swap_between_steps(core: Any, seq: int, label: str, kv_cache: str, anew: bool = False) -> dict[str, Any]:
+    """Finish the steps in flight, let all workers swap, label the weights, and continue. Never raises. Returns the answer (see above).
+
+    Parameters
+    ----------
+    core
+        The EngineCore, on its own thread.
+    seq
+        The number of the version's commit, which the workers have staged.
+    label
+        The label of the new weights.
+    kv_cache
+        "drop" computes the keys and values of running requests again. "keep" and "mark" change nothing.
+    anew
+        True to load all weights. It is the only swap that quarantined workers make.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    answer: dict[str, Any] = {"outcome": "refused", "error": None, "workers": [], "drain_ms": 0.0, "swap_ms": 0.0, "preempted": 0}
+    if not can_swap(core):
+        return {**answer, "error": "this engine cannot swap in one call.", "running": _is_running(core)}
+    if core.model_executor.is_sleeping:
+        return {**answer, "outcome": "asleep", "error": "the server is asleep.", "running": False}
+    before, began = core.scheduler.pause_state, time.perf_counter()
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    try:
+        _drain(core)
+    except Exception as error:
+        _end_engine(core)
+        return {**answer, "outcome": "quarantined", "error": f"a step failed: {error}", "running": False}
+    drained = time.perf_counter()
+    answer["drain_ms"] = (drained - began) * 1e3
+    try:
+        # Nothing runs until the swap has ended, so this has the same effect as afterwards. But if it fails, nothing has changed yet.
+        answer["preempted"] = _drop_caches(core) if kv_cache == "drop" else 0
+    except Exception as error:
+        answer["error"] = f"the KV cache cannot be dropped: {error}"
+    else:
+        answer |= _call_workers(core, seq, anew)
+    answer["swap_ms"] = (time.perf_counter() - drained) * 1e3
+    if answer["outcome"] == "quarantined":
+        core.set_weight_version(QUARANTINED_LABEL)
+        core.deltawire_pause = True
+    else:
+        if answer["outcome"] == "made":
+            core.set_weight_version(label)
+            if getattr(core, "deltawire_pause", False):  # a failed swap has left the engine paused, and it is repaired now
+                before = PauseState.UNPAUSED
+            core.deltawire_pause = False
+        core.scheduler.set_pause_state(before)
+    return {**answer, "running": _is_running(core)}
+
+
+def _drain(core: Any) -> None:
+    """Finish the steps in flight. Their tokens get the old label. Without a queue of batches, no step is in flight between two calls."""
+    while core.batch_queue:
+        core._process_engine_step()
+
+
+def _drop_caches(core: Any) -> int:
+    """Let the scheduler compute all keys and values again. Returns the number of requests that lose theirs."""
+    running = len(core.scheduler.running)
+    if not core.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
+        raise RuntimeError("the KV connector did not reset its cache")
+    if core.vllm_config.model_config.is_multimodal_model:
+        core.reset_encoder_cache()
+    return running
+
+
+def _call_workers(core: Any, seq: int, anew: bool) -> dict[str, Any]:
+    """Let all workers swap. They return their status and outcome, and never raise. If one has died, the state of all is unknown."""
+    try:
+        workers: list[Mapping[str, Any]] = core.model_executor.collective_rpc(_swap_worker, None, (seq, anew))
+    except Exception as error:
+        return {"outcome": "quarantined", "error": f"the workers did not answer: {error}"}
+    outcomes = {worker["outcome"] for worker in workers}
+    outcome = outcomes.pop() if len(outcomes) == 1 else "quarantined"
+    errors = [f"worker {rank}: {worker['error']}" for rank, worker in enumerate(workers) if worker.get("error")]
+    return {"outcome": outcome, "error": "; ".join(errors) or None, "workers": list(workers)}
+
+
+def _end_engine(core: Any) -> None:
+    """End the engine, as a failed step does in its own loop. Its clients then see that it has ended."""
+    from vllm.v1.engine import EngineCoreRequestType
+
+    core.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+
+
+def _is_running(core: Any) -> bool:
+    from vllm.v1.core.sched.interface import PauseState
+
+    return bool(core.scheduler.pause_state == PauseState.UNPAUSED and not core.model_executor.is_sleeping)
+
+
+# In the workers
+
+
+def _swap_worker(worker: Any, seq: int, anew: bool) -> dict[str, Any]:
+    """Swap in one worker. Returns its status, and the outcome. vLLM sends this function to the workers by its name."""
+    own = getattr(worker, SWAP, None)
+    return dict(own(seq, anew)) if own is not None else _swap_by_update(worker, seq, anew)
+
+
+def _swap_by_update(worker: Any, seq: int, anew: bool) -> dict[str, Any]:
+    """Make the calls of vLLM's routes for an update, one after the other. Returns the status of the worker, and the outcome."""
+    error: str | None = None
+    calls: list[Callable[[], None]] = [
+        worker.start_weight_update,
+        lambda: worker.update_weights({"seq": seq, "anew": anew}),
+        worker.finish_weight_update,
+    ]
+    try:
+        worker._weight_update_active = False  # an update may have been begun and abandoned
+        for call in calls:
+            call()
+    except Exception as failure:
+        error = f"{type(failure).__name__}: {failure}"
+        worker._weight_update_active = False
+    status: dict[str, Any] = worker.weight_transfer_engine.status()
+    outcome = "quarantined" if status["quarantined"] else "made" if error is None and status["seq"] == seq else "refused"
+    return {**status, "error": status["error"] or error, "outcome": outcome}
