@@ -12,12 +12,14 @@ from emulator.build import compiler
 import deltawire
 from deltawire.codec import using_codec
 from deltawire.delta.resolve import apply_many
+from deltawire.dtypes import DTYPES, first_nonfinite
 from deltawire.errors import BaseMismatch, CorruptDelta, NonFiniteWeights
 from deltawire.publish import baseline, snapshots
 from deltawire.publish.baseline import Baseline
 from deltawire.quantise.quantise import quantise_state
 from deltawire.tensors.finite import count_nonfinite
 from deltawire.tensors.gpu_handover import GpuHandover
+from deltawire.tensors.torch_types import torch_dtype
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
 REAL = torch.cuda.is_available()
@@ -26,7 +28,7 @@ if not REAL and compiler() is None:
 
 from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 
-from deltawire.codec.gpu import resolution  # noqa: E402
+from deltawire.codec.gpu import reaching, resolution  # noqa: E402
 from deltawire.codec.gpu.resolve import resolve_table  # noqa: E402
 from deltawire.quantise.gpu.quantiser import GpuQuantiser  # noqa: E402
 
@@ -152,6 +154,62 @@ def test_weights_that_are_not_finite_are_found_on_the_gpu(tmp_path, background):
     with pytest.raises(NonFiniteWeights, match=r"7 weights .* 'a' \(2\)"):
         publisher.publish(state) if not background else publisher.publish(state).result(60)
     publisher.close()
+
+
+def test_every_nonfinite_bit_pattern_is_found_wherever_it_is():
+    """The largest finite numbers are not. Tensors begin anywhere, have any strides, and end anywhere."""
+    for dtype in DTYPES:
+        limits = first_nonfinite(dtype)
+        if limits is None:
+            continue
+        sign, integer = 1 << (dtype.width - 1), getattr(torch, f"int{dtype.width}")
+        largest = [limits[0] - 1, limits[1] - 1]
+        nonfinite = [limits[1], limits[1] | ((1 << dtype.exponent_shift) - 1), 2 * sign - 1]
+        if limits[0] < sign:  # e8m0 has no sign
+            nonfinite += [limits[0], sign - 1]
+        finite = torch.tensor([_signed(value, dtype.width) for value in largest], dtype=integer)
+        state, expected = {}, {}
+        for value in set(nonfinite):
+            for size, place in ((1, 0), (37, 0), (37, 36), (40000, 39999), (70001, 32768)):
+                bits = finite.repeat(-(-size // 2))[:size].clone()
+                name = f"{dtype.name}.{value}.{size}.{place}"
+                state[f"{name}.finite"] = typed(bits.clone(), dtype)
+                bits[place] = _signed(value, dtype.width)
+                state[name], expected[name] = typed(bits, dtype), 1
+        turned = finite.repeat(60).view(30, 4)
+        turned[7, 3] = _signed(nonfinite[-1], dtype.width)
+        state["turned"], state["shifted"] = typed(turned.t(), dtype), typed(turned.view(-1)[3:], dtype)
+        assert count_nonfinite(state) == expected | {"turned": 1, "shifted": 1}
+        mixed = {**state, "on the host": np.array([1, np.nan], np.float32)}
+        assert count_nonfinite(mixed) == expected | {"turned": 1, "shifted": 1, "on the host": 1}
+
+
+def typed(bits, dtype):
+    return bits.to(DEVICE).view(torch_dtype(dtype))
+
+
+def _signed(value, width):
+    return value - (1 << width) if value >> (width - 1) else value
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_one_pass_looks_for_nonfinite_weights_in_all_tensors(bad, monkeypatch):
+    """The host waits for the GPU once, or a second time to count. Before, several kernels looked at each tensor."""
+    state = {f"{n}": torch.randn(5, n + 1, device=DEVICE).to([torch.float32, torch.bfloat16, torch.float16][n % 3]) for n in range(60)}
+    state |= {"ids": torch.arange(9, device=DEVICE), "codes": torch.ones(33, device=DEVICE).to(torch.float8_e4m3fn)}
+    if bad:
+        state["7"][3, 3] = float("nan")
+        state["8"][2, :] = float("-inf")
+    events = []
+    start = reaching.start_reaching
+    monkeypatch.setattr(reaching, "start_reaching", lambda *all: events.append("pass") or start(*all))
+    for method in ("cpu", "tolist", "item", "__bool__", "__int__"):
+        original = getattr(torch.Tensor, method)
+        monkeypatch.setattr(torch.Tensor, method, lambda *all, method=method, original=original: events.append("wait") or original(*all))
+    found = count_nonfinite(state)
+    monkeypatch.undo()
+    assert found == ({"7": 1, "8": 9} if bad else {})
+    assert events == ["pass", "wait", *["wait"] * bad]
 
 
 @pytest.mark.parametrize("recipe", ["fp8-block", "nvfp4", "int4"])

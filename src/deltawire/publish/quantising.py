@@ -152,15 +152,21 @@ def quantise(
     `may_be_unwritten`, the tensors are only encoded, so that codes of weights on a GPU need no memory (`UnwrittenTensor`).
     """
     chosen = list(names)
-    if out is not None and _is_on_gpu_for_host(layout, chosen, state, out):
-        made = {}
-        for part in _parts(layout, chosen):
-            copy_tensors(layout.quantise(part, state, previous, threads=threads), out)
-            made.update({name: out[name] for name in part})
-    else:
-        made = layout.quantise(chosen, state, previous, out, threads=threads, may_be_unwritten=may_be_unwritten)
-    refuse_nonfinite({name: made[name] for name in chosen if layout.outputs[name].weight is None}, threads=threads)
-    return made
+    kept = [name for name in chosen if layout.outputs[name].weight is None]
+    weights = [name for name in chosen if layout.outputs[name].weight is not None]
+    found: Arrays = {}
+    for some in (kept, weights):  # kept ones first: their check waits for a GPU, and should not wait for kernels that quantise
+        if not some:
+            continue
+        if out is not None and _is_on_gpu_for_host(layout, some, state, out):
+            for part in _parts(layout, some):
+                copy_tensors(layout.quantise(part, state, previous, threads=threads), out)
+                found.update({name: out[name] for name in part})
+        else:
+            found |= layout.quantise(some, state, previous, out, threads=threads, may_be_unwritten=may_be_unwritten)
+        if some is kept:
+            refuse_nonfinite({name: found[name] for name in kept}, threads=threads)
+    return {name: found[name] for name in chosen}
 
 
 def _is_on_gpu_for_host(layout: QuantisedLayout, names: Iterable[str], state: State, out: Mapping[str, Any]) -> bool:

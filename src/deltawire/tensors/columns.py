@@ -94,7 +94,7 @@ class Layout:
     @cached_property
     def magnitudes(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """For each tensor: the mask that leaves out the sign, and the first magnitude that is not finite; 0 for integers."""
-        each = {dtype: _magnitude(dtype) for dtype in set(self.dtypes)}
+        each = {dtype: magnitude_limit(dtype) for dtype in set(self.dtypes)}
         masks, limits = np.array([each[dtype] for dtype in self.dtypes], np.uint64).reshape(-1, 2).T
         return np.ascontiguousarray(masks), np.ascontiguousarray(limits)
 
@@ -371,7 +371,8 @@ def _size(shape: tuple[int, ...]) -> int:
     return size
 
 
-def _magnitude(dtype: DType) -> tuple[int, int]:
+def magnitude_limit(dtype: DType) -> tuple[int, int]:
+    """Return the mask that leaves out the sign of an element, and the first magnitude that is not finite; 0 for integers."""
     limits = first_nonfinite(dtype)
     if limits is None:
         return 0, 0

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..codec import reaching
-from ..codec.bits import DeviceBits, HostBits, in_host_memory, on_gpu
+from ..codec.bits import BitsColumn, DeviceBits, HostBits, in_host_memory, on_gpu
 from ..dtypes import DType, first_nonfinite
 from .bits import State, TensorBits, state_bits
-from .columns import Columns
+from .columns import Columns, magnitude_limit
 from .state import thread_count
 from .torch_types import torch_dtype
 
@@ -27,14 +28,11 @@ _WORTH_A_THREAD = 64 << 20
 """Bytes from which on threads save more time than their start costs."""
 
 
-_OnGpu: TypeAlias = tuple[str, DType, DeviceBits]
-"""A tensor on a GPU: its name, its type, its bits."""
-
-
 def count_nonfinite(state: State, *, threads: int | None = None) -> dict[str, int]:
     """Return how many elements of each tensor are NaN or infinite. Tensors without such elements are not listed.
 
-    Every element is read once, and nothing is copied. Integer tensors are never listed.
+    Every element is read once, and nothing is copied. Integer tensors are never listed. Each GPU looks at all its tensors in one pass, and
+    is waited for once; a second time only if there are such elements.
 
     Parameters
     ----------
@@ -46,12 +44,16 @@ def count_nonfinite(state: State, *, threads: int | None = None) -> dict[str, in
     columns = Columns.of(state)
     if columns is not None and not columns.is_on_gpu:
         tensors = _suspects(columns, thread_count(threads))
+    elif columns is not None:
+        tensors = [columns[number] for number in _nonfinite_columns(columns).tolist()]
     else:
         tensors = [tensor for tensor in state_bits(state) if tensor.size and first_nonfinite(tensor.dtype) is not None]
     on_host = [tensor for tensor in tensors if not on_gpu(tensor.source)]
-    on_device = [(tensor.name, tensor.dtype, tensor.source) for tensor in tensors if on_gpu(tensor.source)]
+    on_device = [tensor for tensor in tensors if on_gpu(tensor.source)]
+    if columns is None:
+        on_device = _nonfinite_on_gpus(on_device)
     counts = {tensor.name: _count_on_host(tensor) for tensor in _nonfinite_on_host(on_host, thread_count(threads))}
-    return counts | {name: _count_on_gpu(dtype, bits) for name, dtype, bits in _nonfinite_on_gpu(on_device)}
+    return counts | _counts_on_gpus(on_device)
 
 
 def _suspects(columns: Columns, threads: int) -> list[TensorBits]:
@@ -96,26 +98,82 @@ def _pieces(tensor: TensorBits) -> Iterator[HostBits]:
         yield flat[start : start + step]
 
 
-def _nonfinite_on_gpu(tensors: Sequence[_OnGpu]) -> list[_OnGpu]:
+def _nonfinite_columns(columns: Columns) -> NDArray[np.int64]:
+    """Return the numbers of tensors on one GPU that have a nonfinite element."""
+    masks, limits = columns.layout.magnitudes
+    numbers = np.flatnonzero((limits > 0) & (columns.layout.sizes > 0))
+    dtypes = [columns.layout.dtypes[number] for number in numbers.tolist()]
+    return numbers[_are_nonfinite(columns.take(numbers), dtypes, masks[numbers], limits[numbers])]
+
+
+def _nonfinite_on_gpus(tensors: Sequence[TensorBits]) -> list[TensorBits]:
     """Return the tensors that have a nonfinite element."""
-    if not tensors:
-        return []
+    by_device: dict[torch.device, list[TensorBits]] = {}
+    for tensor in tensors:
+        assert on_gpu(tensor.source)
+        by_device.setdefault(tensor.source.device, []).append(tensor)
+    found = []
+    for device, own in by_device.items():
+        dtypes = [tensor.dtype for tensor in own]
+        masks, limits = np.array([magnitude_limit(dtype) for dtype in dtypes], np.uint64).T
+        bits = [cast("DeviceBits", tensor.source) for tensor in own]
+        addresses = np.array([each.address for each in bits], np.uint64)
+        sizes, itemsizes = np.array([each.size for each in bits], np.int64), np.array([each.itemsize for each in bits], np.uint8)
+        contiguous = np.array([each.is_contiguous for each in bits], np.bool_)
+        column = BitsColumn(bits, lambda each: each, addresses, sizes, itemsizes, contiguous, device)
+        found += [own[number] for number in np.flatnonzero(_are_nonfinite(column, dtypes, masks, limits)).tolist()]
+    return found
+
+
+def _are_nonfinite(column: BitsColumn, dtypes: Sequence[DType], masks: NDArray[np.uint64], limits: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Tell which tensors on one GPU have a nonfinite element. A kernel reads all that it can read; torch looks at each of the others."""
+    if not len(column):
+        return np.zeros(0, np.bool_)
     import torch
 
-    verdicts = []
-    for _, dtype, bits in tensors:
-        numbers = _numbers(dtype, bits)
-        if dtype.width == 8:
-            verdicts.append(~numbers.isfinite().all())
-        else:  # one pass without a copy: a NaN becomes both the smallest and the largest
-            low, high = torch.aminmax(numbers)
-            verdicts.append(~(low.isfinite() & high.isfinite()))
-    found = torch.stack([verdict.to(verdicts[0].device) for verdict in verdicts]).tolist()
-    return [tensor for tensor, is_found in zip(tensors, found, strict=True) if is_found]
+    from ..codec.gpu.device import gpu_at, has_kernels
+    from ..codec.gpu.reaching import ALIGNMENT, start_reaching
+
+    assert column.device is not None
+    readable = column.are_contiguous & (column.addresses % ALIGNMENT == 0)
+    if column.device.type == "cuda" and not has_kernels(column.device):
+        readable[:] = False
+    here, elsewhere = np.flatnonzero(readable), np.flatnonzero(~readable)
+    gpu = gpu_at(column.device)
+    with gpu.active():
+        verdicts = [_has_nonfinite_on_gpu(dtypes[number], cast("DeviceBits", column[number])).view(1) for number in elsewhere.tolist()]
+        if here.size:
+            own = column.take(here)
+            verdicts.append(start_reaching(own.addresses, own.sizes, own.itemsizes, masks[here], limits[here], gpu) != 0)
+        found = np.zeros(len(column), np.bool_)
+        found[np.concatenate([elsewhere, here])] = torch.cat(verdicts).cpu().numpy()
+    return found
 
 
-def _count_on_gpu(dtype: DType, bits: DeviceBits) -> int:
-    return int((~_numbers(dtype, bits).isfinite()).sum())
+def _has_nonfinite_on_gpu(dtype: DType, bits: DeviceBits) -> torch.Tensor:
+    """Return a truth value on the GPU, without waiting."""
+    import torch
+
+    numbers = _numbers(dtype, bits)
+    if dtype.width == 8:
+        return ~numbers.isfinite().all()
+    low, high = torch.aminmax(numbers)  # one pass without a copy: a NaN becomes both the smallest and the largest
+    return ~(low.isfinite() & high.isfinite())
+
+
+def _counts_on_gpus(tensors: Sequence[TensorBits]) -> dict[str, int]:
+    """Return how many elements of tensors are nonfinite."""
+    by_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+    for tensor in tensors:
+        assert on_gpu(tensor.source)
+        count = (~_numbers(tensor.dtype, tensor.source).isfinite()).sum()
+        by_device.setdefault(count.device, {})[tensor.name] = count
+    counts: dict[str, int] = {}
+    for own in by_device.values():
+        import torch
+
+        counts.update(zip(own, torch.stack(list(own.values())).tolist(), strict=True))
+    return counts
 
 
 def _numbers(dtype: DType, bits: DeviceBits) -> torch.Tensor:
