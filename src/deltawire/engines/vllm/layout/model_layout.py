@@ -1,0 +1,578 @@
+"""Where a worker holds each tensor of a chain: both stages of learning, composed.
+
+    checkpoint  →  raw parameter      loader_copies.py
+                →  memory             processing_map.py
+
+If the composition is one contiguous range with the same bits, the tensor is *direct*: its memory is the tensor of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ....dtypes import DType
+from ....subscribe.tensor_table import TensorSpec, TensorTable
+from ....tensors.torch_types import torch_dtype
+from . import loader_copies, processing_map
+from .loader_copies import LoaderCopies, LoaderCopy, RawParameter, reach, record_copies
+from .nests import compose, fit, is_contiguous, nest_of, positions_of
+from .processing_map import ModuleMap, NotLearnt, UnitMap, learn_module, storage_units
+from .types import ModuleRule, Nest, Placement, Scatter, TensorLayout
+
+_PIECE = 1 << 22
+"""The number of units whose positions are computed in one operation."""
+_MOST_FITTED = 1 << 26
+"""A tensor with more units keeps the nests of both stages, if no single nest is found by composition."""
+_ALIGNMENT = 16
+OFF = "DELTAWIRE_LEARN"
+"""If this variable is "0", no layout is learnt, so every update loads whole modules."""
+
+
+@dataclass(slots=True)
+class LearningFacts:
+    """How a layout was learnt, for logs and measurements."""
+
+    seconds: float = 0.0
+    runs: int = 0
+    """How often vLLM's processing was run on copies of modules."""
+    learnt: int = 0
+    """Modules whose processing was learnt."""
+    reused: int = 0
+    """Modules with the processing of an earlier one, for which one run was enough."""
+    unlearnt: dict[str, str] = field(default_factory=dict)
+    """Modules whose processing could not be learnt, with the reason."""
+
+
+class ModelLayout:
+    """How a worker holds the tensors of a chain. It is valid as long as the model's tensors keep their memory.
+
+    Parameters
+    ----------
+    tensors
+        The layout of each tensor, by ascending names.
+    modules
+        What modules need after some of their inputs have changed.
+    held
+        The tensors whose memory the layout describes: their modules, and how they are reached from there.
+    facts
+        How it was learnt.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorLayout],
+        modules: Mapping[str, ModuleRule],
+        held: Sequence[tuple[Any, processing_map.Path]] = (),
+        facts: LearningFacts | None = None,
+    ) -> None:
+        self.tensors = tensors
+        self.modules = modules
+        self.facts = facts or LearningFacts()
+        self.owned: dict[str, frozenset[int]] = {}
+        """For tensors of which other workers own some elements: the numbers of the placements that this worker owns."""
+        self._held = list(held)
+        self._addresses = self._current_addresses()
+
+    def is_valid_for(self, model: Any) -> bool:
+        """Return whether the model's tensors still have the memory that they had when the layout was learnt.
+
+        Parameters
+        ----------
+        model
+            The model.
+        """
+        return not self._held or (any(module is self._held[0][0] for module in model.modules()) and self._is_unmoved())
+
+    def _is_unmoved(self) -> bool:
+        return self._current_addresses() == self._addresses
+
+    def _current_addresses(self) -> list[tuple[int, int] | None]:
+        found: list[tuple[int, int] | None] = []
+        for module, path in self._held:
+            tensor = _at(module, path)
+            found.append(None if tensor is None else (tensor.data_ptr(), tensor.untyped_storage().data_ptr()))
+        return found
+
+    def blocks(self) -> Mapping[str, Sequence[tuple[Nest, ...]]]:
+        """Return the nests of each placement of each tensor. Their sources are the units that this worker holds."""
+        return {name: [placement.nests for placement in layout.placements] for name, layout in self.tensors.items()}
+
+    def gather(self, name: str, *, owned_only: bool = False) -> torch.Tensor:
+        """Return a tensor in checkpoint layout, as new memory. Elements that this worker does not hold are zero bits.
+
+        Parameters
+        ----------
+        name
+            The tensor.
+        owned_only
+            True to leave out elements that another worker owns.
+        """
+        layout = self.tensors[name]
+        owned = self.owned.get(name) if owned_only else None
+        placements = [each for number, each in enumerate(layout.placements) if owned is None or number in owned]
+        return _gather(layout.spec, placements)
+
+    def locate(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> list[Scatter]:
+        """Return where changed elements of a tensor go. Elements that this worker does not hold are left out.
+
+        Parameters
+        ----------
+        name
+            The tensor.
+        indices
+            The positions of the changed elements in the flat tensor of the checkpoint.
+        values
+            Their new values, in the tensor's type or as integers of its width.
+        """
+        layout = self.tensors[name]
+        found: list[Scatter] = []
+        for placement in layout.placements:
+            for start in range(0, indices.numel(), _PIECE):
+                device = placement.memory.device
+                some = indices[start : start + _PIECE].to(device=device, dtype=torch.int64)
+                new = _as_bits(values[start : start + _PIECE].to(device), layout.spec.dtype)
+                found += _scatters(placement, layout.spec.dtype, some, new)
+        return found
+
+
+def learn_layout(model: Any, vllm_config: Any, table: TensorTable, *, draft: Any = None, most_bytes: int | None = None) -> ModelLayout:
+    """Find where a model keeps each element of the chain's tensors. Changes nothing. Call it on the worker's main thread.
+
+    It never fails. A tensor whose place is not found has the kind "module", with the reason.
+
+    Parameters
+    ----------
+    model
+        The model of this worker.
+    vllm_config
+        vLLM's configuration.
+    table
+        The tensors of the chain.
+    draft
+        A draft model that takes tensors of the same chain.
+    most_bytes
+        The most memory that may be used on the device. By default, nearly all that is free on a GPU.
+    """
+    began = time.perf_counter()
+    if os.environ.get(OFF) == "0":
+        return _unknown(table, f"{OFF} is 0")
+    if missing := [*loader_copies.missing_parts(), *processing_map.missing_parts()]:
+        return _unknown(table, f"this vLLM does not have {missing[0]}")
+    if hasattr(model, "process_weights_after_loading"):
+        return _unknown(table, f"{type(model).__name__} processes its weights as a whole")
+    try:
+        learner = _Learner(vllm_config, table, most_bytes)
+        learner.add(model, record_copies(model, vllm_config, table))
+        if draft is not None:
+            learner.add(draft, record_copies(draft, vllm_config, table, prefix="draft."))
+        layout = learner.layout()
+    except Exception as error:
+        return _unknown(table, f"its layout cannot be learnt: {type(error).__name__}: {error}")
+    layout.facts.seconds = time.perf_counter() - began
+    return layout
+
+
+def _unknown(table: TensorTable, reason: str) -> ModelLayout:
+    tensors = {name: TensorLayout(spec, "module", reason=reason) for name, spec in sorted(table.items())}
+    return ModelLayout(tensors, {}, (), LearningFacts(unlearnt={"": reason}))
+
+
+@dataclass(slots=True)
+class _Found:
+    """What is known about one tensor while layouts are composed."""
+
+    placements: list[Placement] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    modules: set[str] = field(default_factory=set)
+    is_copied: bool = False
+
+
+class _Learner:
+    """Composes what both stages found, for a model and its draft."""
+
+    def __init__(self, vllm_config: Any, table: TensorTable, most_bytes: int | None) -> None:
+        self._config = vllm_config
+        self._table = table
+        self._most_bytes = most_bytes
+        self._found = {name: _Found() for name in sorted(table)}
+        self._rules: dict[str, ModuleRule] = {}
+        self._maps: dict[tuple[Any, ...], ModuleMap] = {}
+        self._held: dict[tuple[int, processing_map.Path], tuple[Any, processing_map.Path]] = {}
+        self._composed: dict[tuple[Nest, Nest], list[tuple[Nest, ...]]] = {}
+        self.facts = LearningFacts()
+
+    def add(self, model: Any, copies: LoaderCopies) -> None:
+        """Learn the processing of a model's modules, and place the tensors that are loaded into it."""
+        for name, reason in copies.refused.items():
+            self._found[name].reasons.append(reason)
+        by_module: dict[int, list[tuple[str, LoaderCopy]]] = {}
+        for name, found in copies.copies.items():
+            for each in found:
+                by_module.setdefault(id(each.parameter.module), []).append((name, each))
+        known: set[int] = set()
+        for module_copies in by_module.values():
+            parameter = module_copies[0][1].parameter
+            names = sorted({each.parameter.name for _, each in module_copies})
+            learnt = self._learn(parameter, names)
+            live = _live_tensors(parameter.module)
+            known |= {live[path].untyped_storage().data_ptr() for path in learnt.constant if path in live}
+            for name, each in module_copies:
+                self._place(name, each, learnt)
+        for parameter in copies.parameters:  # what a module had before it was loaded is not computed from weights
+            tensor = _at(parameter.module, (parameter.name,))
+            if tensor is not None:
+                known.add(tensor.untyped_storage().data_ptr())
+        self._find_derived(model, copies.parameters, by_module, known)
+
+    def layout(self) -> ModelLayout:
+        """Return the layout of all tensors."""
+        tensors = {name: self._tensor(name, spec) for name, spec in sorted(self._table.items())}
+        inputs: dict[str, list[str]] = {name: [] for name in self._rules}
+        for name, layout in tensors.items():
+            for module in layout.modules:
+                inputs[module].append(name)
+        rules = {name: ModuleRule(name, rule.how, tuple(inputs[name]), rule.reason) for name, rule in self._rules.items() if inputs[name]}
+        return ModelLayout(tensors, rules, list(self._held.values()), self.facts)
+
+    def _learn(self, parameter: RawParameter, names: Sequence[str]) -> ModuleMap:
+        """Return what processing does with these raw parameters."""
+        module = parameter.module
+        if processing_map.is_attention(module):
+            reason = "vLLM computes the scales of the KV cache from it"
+            self._rules.setdefault(parameter.module_name, ModuleRule(parameter.module_name, "recompute", (), reason))
+            return ModuleMap(arithmetic=dict.fromkeys(names, reason))
+        if not processing_map.is_processed(module):
+            return _identity(module, names)
+        key = (*processing_map.same_processing(module), tuple(names))
+        found = self._maps.get(key)
+        if found is not None and processing_map.holds_for(module, self._config, found):
+            self.facts.reused += 1
+            self.facts.runs += 1
+            return found
+        try:
+            found = learn_module(module, self._config, names, most_bytes=self._most_bytes)
+        except NotLearnt as error:
+            self.facts.unlearnt[parameter.module_name] = str(error)
+            return ModuleMap(arithmetic=dict.fromkeys(names, str(error)))
+        self.facts.learnt += 1
+        self.facts.runs += found.runs
+        self._maps[key] = found
+        return found
+
+    def _place(self, name: str, each: LoaderCopy, learnt: ModuleMap) -> None:
+        """Add the placements that one copy of a loader leads to."""
+        found, parameter = self._found[name], each.parameter
+        found.is_copied = True
+        raw_name = parameter.name
+        maps = learnt.maps.get(raw_name, [])
+        reason = learnt.arithmetic.get(raw_name) or (None if maps else f"vLLM does not keep {raw_name} in a tensor")
+        if reason is not None:
+            found.reasons.append(f"{parameter.module_name}: {reason}")
+            found.modules.add(parameter.module_name)
+            self._rules.setdefault(parameter.module_name, ModuleRule(parameter.module_name, "load_anew", (), reason))
+        for unit_map in maps:
+            live = _at(parameter.module, unit_map.path)
+            if live is None:
+                continue
+            self._held.setdefault((id(parameter.module), unit_map.path), (parameter.module, unit_map.path))
+            memory = storage_units(live, unit_map.unit_bits)
+            first = _in_units(each.nest, parameter.meta.element_size() * 8 // unit_map.unit_bits)
+            for nests in self._compose(first, unit_map):
+                found.placements.append(Placement(nests, memory, unit_map.unit_bits, each.widened, unit_map.table))
+
+    def _compose(self, first: Nest, unit_map: UnitMap) -> list[tuple[Nest, ...]]:
+        """Return the nests of both stages as one nest each, if possible."""
+        found: list[tuple[Nest, ...]] = []
+        for second in unit_map.nests:
+            low, high = first.target_start, first.target_start + reach(first)
+            if high < second.source_start or low > second.source_start + _source_reach(second):
+                continue
+            both = compose(first, second)
+            if both is not None:
+                found.append((both,))
+                continue
+            key = (first, second)
+            if key not in self._composed:
+                self._composed[key] = _fitted(first, second)
+            found += self._composed[key]
+        return found
+
+    def _find_derived(
+        self, model: Any, parameters: Iterable[RawParameter], by_module: Mapping[int, Sequence[tuple[str, LoaderCopy]]], known: set[int]
+    ) -> None:
+        """Find tensors that were computed from weights and that no placement covers. Their inputs need a rule."""
+        known = known | {placement.memory.data_ptr() for found in self._found.values() for placement in found.placements}
+        names = {id(parameter.module): parameter.module_name for parameter in parameters}
+        for name, module in model.named_modules():
+            derived = [path for path, tensor in _live_tensors(module).items() if _is_derived(path, tensor, known)]
+            if not derived:
+                continue
+            is_attention = processing_map.is_attention(module)
+            name = names.get(id(module), name)
+            reason = f"vLLM computes {'.'.join(derived[0])} of {name} from it"
+            self._rules[name] = ModuleRule(name, "recompute" if is_attention else "load_anew", (), reason)
+            for source in _inputs(model, name, module):
+                for tensor_name, _ in by_module.get(id(source), ()):
+                    self._found[tensor_name].modules.add(name)
+                    self._found[tensor_name].is_copied = True
+
+    def _tensor(self, name: str, spec: TensorSpec) -> TensorLayout:
+        found = self._found[name]
+        placements = _distinct(found.placements)
+        modules = tuple(sorted(found.modules))
+        reason = found.reasons[0] if found.reasons else ""
+        if _numel(spec) == 0 or not (found.is_copied or found.reasons):
+            return TensorLayout(spec, "absent", reason="no loader of this worker copies it")
+        coverage = _coverage(spec, placements)
+        if found.reasons and (coverage != "whole" or not modules):
+            return TensorLayout(spec, "module", modules=modules, reason=reason)
+        if coverage == "none":
+            return TensorLayout(spec, "absent", modules=modules, reason="this worker holds none of its elements")
+        if coverage == "part":
+            return TensorLayout(spec, "partial", placements, None, modules, "this worker holds only some of its elements")
+        direct = _direct(spec, placements)
+        return TensorLayout(spec, "mapped" if direct is None else "direct", placements, direct, modules, reason)
+
+
+def _identity(module: Any, names: Sequence[str]) -> ModuleMap:
+    """Return the map of a module that vLLM does not process: raw parameters are where they were loaded."""
+    found = ModuleMap()
+    raw = {name: tensor for each in loader_copies.raw_tensors(module) for name, tensor in each.items()}
+    for name in names:
+        live, meta = _at(module, (name,)), raw[name]
+        if live is None or live.dtype != meta.dtype or live.shape != meta.shape:
+            found.arithmetic[name] = f"the model has replaced {name}"
+            continue
+        dimensions = zip(meta.shape, meta.stride(), live.stride(), strict=True)
+        nest = nest_of(dimensions, 0, live.storage_offset()) if meta.numel() else None
+        if nest is None:
+            found.arithmetic[name] = f"the model has replaced {name}"
+        else:
+            found.maps[name] = [UnitMap((name,), live.element_size() * 8, (nest,))]
+    return found
+
+
+def _fitted(first: Nest, second: Nest) -> list[tuple[Nest, ...]]:
+    """Return nests for both moves, found from all positions. If there are too many units, the moves stay apart."""
+    span = _source_reach(first) + 1
+    if span <= _MOST_FITTED:
+        positions = positions_of([first, second], first.source_start, first.source_start + span, torch.device("cpu"))
+        if not bool((positions >= 0).any()):
+            return []
+        fitted = fit(positions)
+        if fitted is not None:
+            shifted = [Nest(n.sizes, n.sources, n.targets, n.source_start + first.source_start, n.target_start) for n in fitted]
+            return [(nest,) for nest in shifted]
+    return [(first, second)]
+
+
+def _in_units(nest: Nest, per_element: int) -> Nest:
+    """Return a nest of elements as a nest of units, of which each element has several."""
+    if per_element == 1:
+        return nest
+    dimensions = [(n, s * per_element, t * per_element) for n, s, t in zip(nest.sizes, nest.sources, nest.targets, strict=True)]
+    made = nest_of([*dimensions, (per_element, 1, 1)], nest.source_start * per_element, nest.target_start * per_element)
+    assert made is not None
+    return made
+
+
+def _source_reach(nest: Nest) -> int:
+    return sum((size - 1) * source for size, source in zip(nest.sizes, nest.sources, strict=True))
+
+
+def _distinct(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """Return placements without those that say the same as an earlier one, as tied weights do."""
+    found = {(each.memory.data_ptr(), each.nests, each.unit_bits): each for each in reversed(list(placements))}
+    return tuple(reversed(list(found.values())))
+
+
+def _numel(spec: TensorSpec) -> int:
+    count = 1
+    for size in spec.shape:
+        count *= size
+    return count
+
+
+def _units(spec: TensorSpec, placement: Placement) -> int:
+    """Return the number of units of a whole tensor."""
+    return _numel(spec) * (1 if placement.widened is not None else spec.dtype.width // placement.unit_bits)
+
+
+def _coverage(spec: TensorSpec, placements: Sequence[Placement]) -> str:
+    """Return whether placements have all units of a tensor: "whole", "part" or "none"."""
+    if not placements:
+        return "none"
+    counts = [each.nests[0].numel if len(each.nests) == 1 else 0 for each in placements]
+    total = _units(spec, placements[0])
+    if total in counts:
+        return "whole"
+    if all(len(each.nests) == 1 for each in placements) and sum(counts) < total:
+        return "part"
+    has = torch.zeros(total, dtype=torch.bool)
+    for each in placements:
+        if len(each.nests) == 1:
+            _source_view(each.nests[0], has).fill_(True)
+        else:
+            for start in range(0, total, _PIECE):
+                end = min(total, start + _PIECE)
+                has[start:end] |= positions_of(each.nests, start, end, has.device) >= 0
+    return "whole" if bool(has.all()) else "part" if bool(has.any()) else "none"
+
+
+def _direct(spec: TensorSpec, placements: Sequence[Placement]) -> torch.Tensor | None:
+    """Return the memory of a tensor in checkpoint shape and type. None if it is not one range with the same bits."""
+    if len(placements) != 1:
+        return None
+    (placement,) = placements
+    nest = placement.nests[0]
+    is_range = len(placement.nests) == 1 and is_contiguous(nest) and placement.widened is None and placement.table is None
+    if not is_range or nest.target_start * placement.unit_bits % spec.dtype.width:
+        return None
+    memory, start, count = placement.memory, nest.target_start, nest.numel
+    if placement.unit_bits == 4:
+        start, count = start // 2, count // 2
+    flat = memory[start : start + count]
+    if flat.data_ptr() % _ALIGNMENT:
+        return None
+    return flat.view(torch_dtype(spec.dtype)).view(spec.shape)
+
+
+def _gather(spec: TensorSpec, placements: Sequence[Placement]) -> torch.Tensor:
+    device = placements[0].memory.device if placements else torch.device("cpu")
+    whole = torch.zeros(_numel(spec), dtype=torch_dtype(spec.dtype, bits=True), device=device)
+    is_packed = bool(placements) and placements[0].unit_bits == 4
+    units = torch.zeros(_units(spec, placements[0]), dtype=torch.int8, device=device) if is_packed else whole
+    for placement in placements:
+        if len(placement.nests) == 1:
+            (nest,) = placement.nests
+            _source_view(nest, units).copy_(_read(placement, nest, spec.dtype))
+            continue
+        for start in range(0, units.numel(), _PIECE):
+            end = min(units.numel(), start + _PIECE)
+            positions = positions_of(placement.nests, start, end, device)
+            here = positions >= 0
+            units[start:end][here] = _read_at(placement, positions[here], spec.dtype)
+    if is_packed:
+        pairs = units.view(-1, 2)
+        whole = (pairs[:, 0] | (pairs[:, 1] << 4)).view(whole.dtype)
+    return whole.view(torch_dtype(spec.dtype)).view(spec.shape)
+
+
+def _source_view(nest: Nest, units: torch.Tensor) -> torch.Tensor:
+    """Return the units of a nest in the tensor that it comes from."""
+    return units.as_strided(nest.sizes, nest.sources, nest.source_start)
+
+
+def _read(placement: Placement, nest: Nest, dtype: DType) -> torch.Tensor:
+    """Return the units of a nest, as the checkpoint has them."""
+    if placement.unit_bits != 4:
+        return _narrowed(placement, nest.view(placement.memory), dtype)
+    first = nest.target_start // 2
+    last = (nest.target_start + reach(nest)) // 2
+    some = placement.memory[first : last + 1]
+    halves = torch.stack([some & 15, (some >> 4) & 15], dim=1).view(-1)
+    return _from_table(placement, Nest(nest.sizes, nest.sources, nest.targets, 0, nest.target_start - 2 * first).view(halves))
+
+
+def _read_at(placement: Placement, positions: torch.Tensor, dtype: DType) -> torch.Tensor:
+    if placement.unit_bits != 4:
+        return _narrowed(placement, placement.memory[positions], dtype)
+    some = placement.memory[positions >> 1]
+    return _from_table(placement, torch.where(positions % 2 == 1, (some >> 4) & 15, some & 15))
+
+
+def _narrowed(placement: Placement, values: torch.Tensor, dtype: DType) -> torch.Tensor:
+    if placement.widened is None:
+        return values
+    return values.contiguous().view(torch_dtype(placement.widened)).to(torch_dtype(dtype)).view(torch_dtype(dtype, bits=True))
+
+
+def _from_table(placement: Placement, values: torch.Tensor) -> torch.Tensor:
+    if placement.table is None:
+        return values
+    back = [placement.table.index(value) for value in range(16)]
+    return torch.tensor(back, dtype=torch.int8, device=values.device)[values.long()]
+
+
+def _as_bits(values: torch.Tensor, dtype: DType) -> torch.Tensor:
+    return values.contiguous().view(torch_dtype(dtype, bits=True))
+
+
+def _scatters(placement: Placement, dtype: DType, indices: torch.Tensor, values: torch.Tensor) -> Iterator[Scatter]:
+    """Yield where these elements go by one placement."""
+    if placement.unit_bits == 4:
+        per_element = dtype.width // 4
+        indices = (indices[:, None] * per_element + torch.arange(per_element, device=indices.device)).view(-1)
+        some = values.view(torch.int8)
+        values = torch.stack([some & 15, (some >> 4) & 15], dim=1).view(-1)
+        if placement.table is not None:
+            values = torch.tensor(placement.table, dtype=torch.int8, device=values.device)[values.long()]
+    elif placement.widened is not None:
+        wide = torch_dtype(placement.widened)
+        values = values.view(torch_dtype(dtype)).to(wide).view(torch_dtype(placement.widened, bits=True))
+    for nest in placement.nests:
+        here, indices = nest.find(indices)
+        values = values[here]
+    narrow = torch.int32 if placement.memory.numel() < 2**31 else torch.int64
+    if placement.unit_bits != 4:
+        if indices.numel():
+            yield Scatter(placement.memory, indices.to(narrow), values)
+        return
+    for half in (0, 1):
+        chosen = indices % 2 == half
+        if bool(chosen.any()):
+            yield Scatter(placement.memory, (indices[chosen] >> 1).to(narrow), values[chosen], half=half)
+
+
+def _at(module: Any, path: processing_map.Path) -> torch.Tensor | None:
+    """Return the tensor that a path leads to. None if there is none."""
+    value = module
+    for name in path:
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        elif isinstance(value, (list, tuple)):
+            value = value[int(name)] if int(name) < len(value) else None
+        else:
+            value = getattr(value, name, None)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _live_tensors(module: Any) -> dict[processing_map.Path, torch.Tensor]:
+    return {path: tensor for path, tensor in processing_map.tensors_of(module).items() if tensor.device.type != "meta"}
+
+
+_HARMLESS = ("kv_cache", "cos_sin_cache", "inv_freq", "_k_scale", "_v_scale", "_q_scale", "_prob_scale")
+"""Attributes whose tensors do not depend on weights of the chain. Scales that do come from the chain have loaders (see `_learn`)."""
+
+
+def _is_derived(path: processing_map.Path, tensor: torch.Tensor, known: set[int]) -> bool:
+    if not tensor.is_floating_point() or tensor.numel() <= 1 or any(name in _HARMLESS for name in path):
+        return False
+    return tensor.untyped_storage().data_ptr() not in known
+
+
+def _inputs(model: Any, name: str, module: Any) -> Iterator[Any]:
+    """Yield the modules from which a module may compute something: its own parts, or those of its parent if it has no weights."""
+    parts = list(module.modules())
+    referred = [value for value in vars(module).values() if isinstance(value, torch.nn.Module)]
+    if not any(part._parameters for part in parts) and not referred:
+        parent = name.removeprefix("draft.").rpartition(".")[0]
+        parts = list(model.get_submodule(parent).modules())
+    yield from dict.fromkeys([*parts, *(part for each in referred for part in each.modules())])
+
+
+def summary(layout: ModelLayout) -> dict[str, int]:
+    """Return the number of tensors of each kind."""
+    counts: dict[str, int] = {}
+    for tensor in layout.tensors.values():
+        counts[tensor.kind] = counts.get(tensor.kind, 0) + 1
+    return counts
+
+
+__all__ = ["LearningFacts", "ModelLayout", "learn_layout", "summary"]

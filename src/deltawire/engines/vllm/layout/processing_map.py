@@ -1,0 +1,642 @@
+"""Stage 2 of learning a layout: runs vLLM's processing on a copy of a module, and learns where it moves each unit.
+
+After loading, vLLM packs, transposes, swizzles or requantises the raw parameters of a module. `learn_module` makes a *shell*, a copy of the
+module with its own raw parameters, fills these with values that encode their own positions, calls vLLM's processing, and looks where the
+values went. The live module is not touched.
+
+1. One run with neutral values everywhere shows the structure of the results.
+2. For each parameter, a run with random values shows which storages depend on it. Most are unchanged, and need nothing more.
+3. Otherwise several runs fill the parameter with the digits of positions. The results are decoded and described by nests.
+4. A last run with random values in all parameters must give exactly what the nests predict. So a result that was computed from two
+   parameters is never taken for a permutation of one of them, even if it is one while all scales are equal.
+
+What fails any of these is *arithmetic*: the module must be processed again, or loaded anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ....tensors.torch_types import dtype_of
+from .loader_copies import raw_tensors
+from .nests import fit
+from .types import Nest
+
+Path = tuple[str, ...]
+"""How a tensor is reached from its module: names of attributes, keys or positions."""
+
+_PIECE = 1 << 24
+_MOST_COPIES = 8
+"""If processing repeats a unit more often than this, it counts as arithmetic."""
+_DEPTH = 4
+_RESET = ("moe_kernel", "moe_quant_config")
+"""Attributes of a quantisation method that make vLLM skip a part of the processing if they are set."""
+_ALREADY = "_already_called_process_weights_after_loading"
+_FEW = 64
+"""Parameters with fewer units than this are filled with random values several times."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMap:
+    """Where processing moves the units of a raw parameter.
+
+    Parameters
+    ----------
+    path
+        How the tensor whose storage holds them is reached from the module.
+    unit_bits
+        The width of a unit.
+    nests
+        Blocks, each from units of the raw parameter's storage to units of the result's storage.
+    table
+        For each 4-bit value, the value in the result. None if they are the same.
+    """
+
+    path: Path
+    unit_bits: int
+    nests: tuple[Nest, ...]
+    table: tuple[int, ...] | None = None
+
+
+@dataclass(slots=True)
+class ModuleMap:
+    """What processing does with the raw parameters of a module."""
+
+    maps: dict[str, list[UnitMap]] = field(default_factory=dict)
+    """By the names of raw parameters."""
+    arithmetic: dict[str, str] = field(default_factory=dict)
+    """Raw parameters from which something is computed, with what it is."""
+    constant: set[Path] = field(default_factory=set)
+    """Results that depend on none of the parameters that were looked at."""
+    runs: int = 0
+    """How often the processing was run."""
+
+
+class NotLearnt(Exception):
+    """The processing of a module cannot be learnt. The message says why."""
+
+
+def missing_parts() -> list[str]:
+    """Return the parts of vLLM that stage 2 needs and that the installed vLLM does not have."""
+    missing: list[str] = []
+    for path, name in (
+        ("vllm.model_executor.layers.quantization.base_config", "QuantizeMethodBase"),
+        ("vllm.model_executor.layers.attention", "is_deferred_attention_layer"),
+        ("vllm.model_executor.layers.fused_moe.fused_moe_method_base", "FusedMoEMethodBase"),
+        ("vllm.model_executor.model_loader.reload.meta", "materialize_meta_tensor"),
+    ):
+        try:
+            if not hasattr(__import__(path, fromlist=[name]), name):
+                missing.append(f"{path}.{name}")
+        except ImportError:
+            missing.append(path)
+    return missing
+
+
+def is_processed(module: Any) -> bool:
+    """Return whether vLLM processes the raw parameters of a module after loading, so that stage 2 must learn what it does."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    return isinstance(getattr(module, "quant_method", None), QuantizeMethodBase)
+
+
+def is_attention(module: Any) -> bool:
+    """Return whether vLLM computes tensors of this module from other modules, after all of them were processed."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
+    return bool(is_deferred_attention_layer(module))
+
+
+def same_processing(module: Any) -> tuple[Any, ...]:
+    """Return a key that modules with the same processing have in common: classes, shapes and types."""
+    raw = [(name, tuple(t.shape), tuple(t.stride()), t.dtype) for each in raw_tensors(module) for name, t in each.items()]
+    live = [(path, tuple(t.shape), tuple(t.stride()), t.dtype) for path, t in tensors_of(module).items()]
+    method = module.quant_method
+    helpers = [getattr(module, "scheme", None), *vars(method).values(), *vars(getattr(module, "scheme", method)).values()]
+    kinds = [type(each).__qualname__ for each in helpers if type(each).__module__.startswith("vllm")]
+    return type(module), type(method), tuple(raw), tuple(live), tuple(kinds)
+
+
+def learn_module(module: Any, vllm_config: Any, names: Sequence[str], *, most_bytes: int | None = None) -> ModuleMap:
+    """Learn where processing moves the units of some raw parameters of a module. Raises `NotLearnt` if it cannot be learnt.
+
+    Parameters
+    ----------
+    module
+        A module with a quantisation method. It is not changed.
+    vllm_config
+        vLLM's configuration.
+    names
+        The raw parameters to look at.
+    most_bytes
+        The most memory that learning may use on the device.
+    """
+    study = _Study(module, vllm_config, names)
+    study.check_memory(most_bytes)
+    before = _fingerprint(module)
+    try:
+        found = study.learn()
+    finally:
+        if _fingerprint(module) != before:
+            raise NotLearnt("its processing changes the live module")
+    return found
+
+
+def holds_for(module: Any, vllm_config: Any, found: ModuleMap) -> bool:
+    """Return whether a map that was learnt from another module holds for this one, by one run with random values."""
+    study = _Study(module, vllm_config, list(found.maps))
+    before = _fingerprint(module)
+    try:
+        return not study.wrong_in_random_run(found.maps) and _fingerprint(module) == before
+    except Exception:
+        return False
+
+
+def tensors_of(module: Any) -> dict[Path, torch.Tensor]:
+    """Return all tensors that a module holds: parameters, buffers, attributes, and those of its quantisation method and kernels."""
+    return {path: value for path, value in _reachable(module) if isinstance(value, torch.Tensor)}
+
+
+def storage_units(tensor: torch.Tensor, unit_bits: int) -> torch.Tensor:
+    """Return the whole storage of a tensor as flat signed integers of `unit_bits`; as int8 for 4-bit units."""
+    storage = tensor.untyped_storage()
+    width = max(unit_bits, 8)
+    memory = torch.empty(0, dtype=getattr(torch, f"int{width}"), device=tensor.device)
+    memory.set_(storage, 0, (storage.nbytes() * 8 // width,))
+    return memory
+
+
+def unit_bits_of(name: str, tensor: torch.Tensor) -> int:
+    """Return the width of the units of a raw parameter. Integers that are not scales hold packed 4-bit values."""
+    if tensor.dtype in (torch.int32, torch.uint8) and tensor.numel() > 1 and "scale" not in name:
+        return 4
+    return int(tensor.element_size()) * 8
+
+
+@dataclass(slots=True)
+class _Run:
+    """The results of one run of the processing, by storage."""
+
+    storages: dict[Path, torch.Tensor]
+    """One tensor of each storage."""
+    shapes: dict[Path, tuple[Any, ...]]
+    numbers: dict[Path, float]
+
+
+class _Study:
+    """Learns one module."""
+
+    def __init__(self, module: Any, vllm_config: Any, names: Sequence[str]) -> None:
+        self.module = module
+        self.config = vllm_config
+        parameters, buffers = raw_tensors(module)
+        self.raw = {**parameters, **buffers}
+        self.buffers = set(buffers)
+        self.names = [name for name in names if name in self.raw]
+        self.bits = {name: unit_bits_of(name, tensor) for name, tensor in self.raw.items()}
+        live = [tensor for tensor in tensors_of(module).values() if tensor.device.type != "meta"]
+        self.device = live[0].device if live else torch.get_default_device()
+        self.runs = 0
+
+    def check_memory(self, most_bytes: int | None) -> None:
+        """Raise `NotLearnt` if the module is too large for the free memory."""
+        raw = [tensor.nbytes for tensor in self.raw.values()]
+        units = max([self._count(name) for name in self.names], default=0)
+        needed = 3 * sum(raw) + 20 * min(units, 1 << 40)
+        if most_bytes is None and self.device.type == "cuda":
+            most_bytes = int(torch.cuda.mem_get_info(self.device)[0] * 0.9)
+        if most_bytes is not None and needed > most_bytes:
+            raise NotLearnt(f"learning its layout needs about {needed / 1e9:.1f} GB, and {most_bytes / 1e9:.1f} GB are free")
+
+    def learn(self) -> ModuleMap:
+        found = ModuleMap()
+        try:
+            neutral = self._run({})
+        except Exception as error:
+            raise NotLearnt(f"its processing fails with neutral values: {_brief(error)}") from error
+        live = {path: _geometry(tensor) for path, tensor in tensors_of(self.module).items()}
+        dependent: set[Path] = set()
+        for name in self.names:
+            try:
+                maps, computed = self._learn_parameter(name, neutral, live)
+            except NotLearnt as error:
+                found.arithmetic[name] = str(error)
+                continue
+            except Exception as error:
+                found.arithmetic[name] = f"its processing fails: {_brief(error)}"
+                continue
+            found.maps[name] = maps
+            dependent |= {each.path for each in maps} | set(computed)
+            if computed:
+                found.arithmetic[name] = f"vLLM computes {', '.join('.'.join(path) for path in sorted(computed)[:3])} from it"
+        for path in self.wrong_in_random_run(found.maps):
+            for name, maps in found.maps.items():
+                if any(each.path == path for each in maps):
+                    found.arithmetic[name] = f"{'.'.join(path)} depends on several parameters"
+                    found.maps[name] = [each for each in maps if each.path != path]
+        found.constant = neutral.shapes.keys() - dependent
+        found.runs = self.runs
+        return found
+
+    def _learn_parameter(self, name: str, neutral: _Run, live: Mapping[Path, Any]) -> tuple[list[UnitMap], list[Path]]:
+        """Return the permutations of a parameter, and what is computed from it."""
+        bits, count = self.bits[name], self._count(name)
+        fills = [self._random(name, seed) for seed in range(4 if count < _FEW else 1)]
+        tests = [self._run({name: fill}) for fill in fills]
+        maps: list[UnitMap] = []
+        computed = [path for path, number in neutral.numbers.items() if any(run.numbers.get(path) != number for run in tests)]
+        unknown: list[Path] = []
+        for path, before in neutral.storages.items():
+            if all(torch.equal(_bytes(before), _bytes(run.storages[path])) for run in tests):
+                continue
+            if any(run.shapes != neutral.shapes for run in tests) or live.get(path) != neutral.shapes[path]:
+                computed.append(path)
+            elif all(torch.equal(_bytes(run.storages[path]), fill.view(torch.uint8)) for run, fill in zip(tests, fills, strict=True)):
+                maps.append(UnitMap(path, bits, (Nest((count,), (1,), (1,)),)))
+            else:
+                unknown.append(path)
+        if unknown:
+            for path, found in self._decode(name, neutral, unknown).items():
+                if found and all(_is_predicted(found, run.storages[path], fill) for run, fill in zip(tests, fills, strict=True)):
+                    maps += found
+                else:
+                    computed.append(path)
+        return maps, computed
+
+    def _decode(self, name: str, neutral: _Run, paths: Sequence[Path]) -> dict[Path, list[UnitMap]]:
+        """Fill a parameter with the digits of positions, and find where each position went."""
+        found = self._decode_with(name, neutral, dict.fromkeys(paths))
+        lost = [path for path in paths if not found[path]]
+        if lost and self.bits[name] == 4:
+            tables = self._tables(name, neutral, lost)
+            found |= self._decode_with(name, neutral, {path: table for path, table in tables.items() if table is not None})
+        return found
+
+    def _decode_with(self, name: str, neutral: _Run, tables: Mapping[Path, tuple[int, ...] | None]) -> dict[Path, list[UnitMap]]:
+        if not tables:
+            return {}
+        bits, count = self.bits[name], self._count(name)
+        digit_bits, offset = _digits(self.raw[name], bits)
+        blank = self._run({name: self._constant(name, offset)})
+        decoders = {path: _Decoder(blank.storages[path], bits, count, digit_bits, offset, table) for path, table in tables.items()}
+        for number in range(-(-count.bit_length() // digit_bits)):
+            run = self._run({name: self._digits_of_positions(name, number, digit_bits, offset)})
+            for path, decoder in decoders.items():
+                decoder.add(number, run.storages[path])
+        return {path: decoder.maps(path) for path, decoder in decoders.items()}
+
+    def _tables(self, name: str, neutral: _Run, paths: Sequence[Path]) -> dict[Path, tuple[int, ...] | None]:
+        """Learn what each 4-bit value becomes, from runs with constants. The constant 0 is the neutral value, so it changes nothing."""
+        values: dict[Path, dict[int, set[int]]] = {path: {} for path in paths}
+        for value in range(1, 16):
+            run = self._run({name: self._constant(name, value)})
+            for path in paths:
+                values[path][value] = _changed_values(run.storages[path], neutral.storages[path])
+        return {path: _complete_table(found) for path, found in values.items()}
+
+    def wrong_in_random_run(self, maps: Mapping[str, Sequence[UnitMap]]) -> set[Path]:
+        """Fill all parameters with random values, and return the results that the maps do not predict."""
+        fills = {name: self._random(name, 99, all_at_once=True) for name in self.raw if self._is_float(name) or name in maps}
+        run = self._run(fills)
+        wrong: set[Path] = set()
+        for name, found in maps.items():
+            for path in {each.path for each in found}:
+                same = [each for each in found if each.path == path]
+                if path not in run.storages or not _is_predicted(same, run.storages[path], fills[name]):
+                    wrong.add(path)
+        return wrong
+
+    # Values of raw parameters, as the bytes of their storages
+
+    def _count(self, name: str) -> int:
+        """Return the number of units of a raw parameter."""
+        return _storage_elements(self.raw[name]) * int(self.raw[name].element_size()) * 8 // self.bits[name]
+
+    def _is_float(self, name: str) -> bool:
+        return bool(self.raw[name].dtype.is_floating_point)
+
+    def _constant(self, name: str, value: int) -> torch.Tensor:
+        bits = self.bits[name]
+        if bits == 4:
+            return torch.full((self._count(name) // 2,), value * 17, dtype=torch.uint8, device=self.device).view(torch.int8)
+        return torch.full((self._count(name),), value, dtype=getattr(torch, f"int{bits}"), device=self.device)
+
+    def _digits_of_positions(self, name: str, number: int, digit_bits: int, offset: int) -> torch.Tensor:
+        """Return a digit of each position. Positions count from 1, so that each differs from a constant in some digit."""
+        bits, count = self.bits[name], self._count(name)
+        filled = self._constant(name, 0)
+        for start in range(0, count, _PIECE):
+            end = min(count, start + _PIECE)
+            digits = torch.arange(start + 1, end + 1, device=self.device) >> (digit_bits * number)
+            digits &= (1 << digit_bits) - 1
+            if bits == 4:
+                filled[start // 2 : end // 2] = (digits[::2] | (digits[1::2] << 4)).to(torch.uint8).view(torch.int8)
+            else:
+                filled[start:end] = (digits + offset).to(filled.dtype)
+        return filled
+
+    def _random(self, name: str, seed: int, *, all_at_once: bool = False) -> torch.Tensor:
+        """Return random bits that are finite numbers. Scales are positive; with `all_at_once` they are small powers of two."""
+        raw, bits = self.raw[name], self.bits[name]
+        generator = torch.Generator(device=self.device).manual_seed(seed + sum(name.encode()))
+        if all_at_once and raw.dtype.is_floating_point and "scale" in name:
+            powers = torch.randint(-3, 4, (_storage_elements(raw),), generator=generator, device=self.device)
+            return _bit_view(_power_of_two(powers, raw.dtype))
+        count = _storage_elements(raw) * raw.element_size()
+        random = torch.randint(0, 256, (count,), generator=generator, device=self.device, dtype=torch.uint8)
+        if raw.dtype.is_floating_point or "scale" in name:
+            high = random.view(-1, raw.element_size())[:, -1]
+            if raw.element_size() == 1:  # neither NaN, nor zero with a sign; e8m0 and scales in bytes near 1
+                high.bitwise_and_(0x7F).clamp_(1, 0x7A) if "scale" not in name else high.bitwise_and_(0x3F).add_(0x40)
+            else:
+                high.bitwise_and_(0x3F if "scale" in name else 0xBF)
+                if "scale" in name:
+                    high.bitwise_or_(0x30).bitwise_and_(0x3B)  # neither huge nor tiny
+        return random.view(getattr(torch, f"int{max(bits, 8)}"))
+
+    # Running the processing
+
+    def _run(self, fills: Mapping[str, torch.Tensor]) -> _Run:
+        from vllm.config import set_current_vllm_config
+
+        shell = self._shell(fills)
+        self.runs += 1
+        default = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(self.config.model_config.dtype)
+            with torch.no_grad(), set_current_vllm_config(self.config):
+                shell.quant_method.process_weights_after_loading(shell)
+        finally:
+            torch.set_default_dtype(default)
+        found = _Run({}, {}, {})
+        seen: set[int] = set()
+        for path, value in _reachable(shell):
+            if not isinstance(value, torch.Tensor):
+                found.numbers[path] = value
+                continue
+            found.shapes[path] = _geometry(value)
+            address = value.untyped_storage().data_ptr()
+            if address not in seen and value.untyped_storage().nbytes() and value.device == self.device:
+                seen.add(address)
+                found.storages[path] = value
+        return found
+
+    def _shell(self, fills: Mapping[str, torch.Tensor]) -> Any:
+        """Return a copy of the module with raw parameters of its own."""
+        memo: dict[int, Any] = {}
+        shell = _own_copy(self.module, memo)
+        attributes = vars(shell)
+        for name in self.raw:
+            attributes.pop(name, None)
+        attributes.pop(_ALREADY, None)
+        absent = {name: None for name, tensor in self.module._parameters.items() if tensor is None}
+        attributes["_parameters"], attributes["_buffers"] = {**absent}, {}
+        for name, meta in self.raw.items():
+            tensor = self._materialised(meta, fills.get(name))
+            attributes["_buffers" if name in self.buffers else "_parameters"][name] = tensor
+        for key in ("quant_method", "scheme", "moe_config", "kernel"):
+            held = attributes if key in attributes else attributes["_modules"]  # a method may be a module too
+            if (value := held.get(key)) is not None and hasattr(value, "__dict__"):
+                held[key] = _copy_helpers(value, memo, _DEPTH - 1)
+        for name in _RESET:
+            if hasattr(shell.quant_method, name):
+                setattr(shell.quant_method, name, None)
+        return shell
+
+    def _materialised(self, meta: torch.Tensor, fill: torch.Tensor | None) -> torch.Tensor:
+        from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+
+        with self.device:
+            tensor = materialize_meta_tensor(meta)
+        memory = storage_units(tensor, 8)
+        if fill is not None:
+            memory.copy_(fill.view(torch.int8)[: memory.numel()])
+        elif meta.dtype.is_floating_point:
+            memory.copy_(_bit_view(_power_of_two(torch.zeros(_storage_elements(tensor), device=self.device), meta.dtype)).view(torch.int8))
+        else:
+            memory.zero_()
+        return tensor
+
+
+class _Decoder:
+    """Decodes where the positions of one parameter are in one storage."""
+
+    def __init__(
+        self, blank: torch.Tensor, bits: int, count: int, digit_bits: int, offset: int, table: tuple[int, ...] | None = None
+    ) -> None:
+        self._bits, self._count, self._digit_bits, self._offset = bits, count, digit_bits, offset
+        self._units = blank.untyped_storage().nbytes() * 8 // bits
+        kind = torch.int32 if max(count, self._units) < 2**31 - 2 else torch.int64
+        self._positions = torch.zeros(self._units, dtype=kind, device=blank.device)
+        self._moved = torch.zeros(self._units, dtype=torch.bool, device=blank.device)
+        self._is_good = True
+        self._blank = blank
+        """The result of a run in which all digits are 0."""
+        self._table = table
+        self._back = None if table is None else torch.tensor([table.index(value) for value in range(16)], device=blank.device)
+
+    def add(self, number: int, after: torch.Tensor) -> None:
+        """Take the result of a run with one digit of each position."""
+        for start in range(0, self._units if self._is_good else 0, _PIECE):
+            end = start + _PIECE
+            values = _values(after, self._bits, start, end)
+            moved = values != _values(self._blank, self._bits, start, end)
+            if self._back is not None:
+                values = self._back[values]
+            digits = values - self._offset
+            outside = (digits < 0) | (digits >= 1 << self._digit_bits)
+            self._is_good &= not bool((moved & outside).any())
+            self._moved[start:end] |= moved
+            self._positions[start:end] += torch.where(outside, 0, digits << (self._digit_bits * number)).to(self._positions.dtype)
+
+    def maps(self, path: Path) -> list[UnitMap]:
+        """Return the maps for this storage. An empty list means that its values are computed."""
+        if not self._is_good or not bool(self._moved.any()):
+            return []
+        places = torch.nonzero(self._moved).flatten()
+        sources = self._positions[places].to(torch.int64) - 1
+        if bool((sources < 0).any()) or bool((sources >= self._count).any()):
+            return []
+        found: list[UnitMap] = []
+        for _ in range(_MOST_COPIES):
+            where = torch.full((self._count,), self._units, dtype=torch.int64, device=places.device)
+            where.scatter_reduce_(0, sources, places, "amin")
+            where[where == self._units] = -1
+            nests = fit(where)
+            if nests is None:
+                return []
+            found.append(UnitMap(path, self._bits, tuple(nests), self._table))
+            rest = where[sources] != places
+            if not bool(rest.any()):
+                return found
+            places, sources = places[rest], sources[rest]
+        return []
+
+
+def _is_predicted(maps: Sequence[UnitMap], result: torch.Tensor, fill: torch.Tensor) -> bool:
+    """Return whether a result has the values of `fill` where the maps say."""
+    for each in maps:
+        memory = storage_units(result, each.unit_bits)
+        table = None if each.table is None else torch.tensor(each.table, dtype=torch.int8, device=memory.device)
+        if each.unit_bits == 4:
+            memory, fill_units = _halves(memory), _halves(fill)
+            fill_units = fill_units if table is None else table[fill_units.long()]
+        else:
+            fill_units = fill
+        for nest in each.nests:
+            if not torch.equal(nest.view(memory), Nest(nest.sizes, (), nest.sources, 0, nest.source_start).view(fill_units)):
+                return False
+    return True
+
+
+def _changed_values(after: torch.Tensor, before: torch.Tensor) -> set[int]:
+    """Return the 4-bit values of all units that differ."""
+    found: set[int] = set()
+    for start in range(0, after.untyped_storage().nbytes() * 2, _PIECE):
+        now, then = (_values(each, 4, start, start + _PIECE) for each in (after, before))
+        found |= set(now[now != then].unique().tolist())
+    return found
+
+
+def _complete_table(values: Mapping[int, set[int]]) -> tuple[int, ...] | None:
+    """Return what each 4-bit value becomes, given the values that all but 0 become. None if it is not one value each."""
+    if any(len(each) != 1 for each in values.values()):
+        return None
+    known = {value: min(each) for value, each in values.items()}
+    left = set(range(16)) - set(known.values())
+    return (left.pop(), *(known[value] for value in range(1, 16))) if len(left) == 1 else None
+
+
+def _halves(memory: torch.Tensor) -> torch.Tensor:
+    """Return the 4-bit halves of bytes, the low one first."""
+    return torch.stack([memory & 15, (memory >> 4) & 15], dim=1).view(-1)
+
+
+def _values(tensor: torch.Tensor, bits: int, start: int, end: int) -> torch.Tensor:
+    memory = storage_units(tensor, bits)
+    if bits == 4:
+        return _halves(memory[start // 2 : end // 2]).to(torch.int64)
+    return memory[start:end].to(torch.int64)
+
+
+def _digits(tensor: torch.Tensor, bits: int) -> tuple[int, int]:
+    """Return the number of bits of a position that one value can carry, and the value for 0. All values are positive finite numbers."""
+    if bits == 4:
+        return 4, 0
+    if not tensor.dtype.is_floating_point:
+        return (6, 0x20) if bits == 8 else (12, 0)
+    if tensor.dtype == getattr(torch, "float8_e8m0fnu", None):
+        return 6, 0x40
+    return {8: (6, 0x10), 16: (12, 0x1000), 32: (20, 0x38000000), 64: (30, 0x3F00000000000000)}[bits]
+
+
+def _power_of_two(exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == getattr(torch, "float8_e8m0fnu", None):
+        return (exponents + 127).to(torch.uint8).view(dtype)
+    return torch.exp2(exponents.to(torch.float32)).to(dtype)
+
+
+def _bit_view(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(getattr(torch, f"int{dtype_of(tensor).width}"))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return storage_units(tensor, 8).view(torch.uint8)
+
+
+def _storage_elements(tensor: torch.Tensor) -> int:
+    """Return the number of elements of the storage that a new tensor with this shape and these strides has."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.storage_offset(), tensor.untyped_storage().nbytes()
+
+
+def _own_copy(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy that shares what its attributes refer to, except tensors, lists and dictionaries."""
+    made = copy.copy(value)
+    if hasattr(value, "__dict__"):
+        object.__setattr__(made, "__dict__", {key: _own_part(key, each) for key, each in vars(value).items()})  # also if it is frozen
+    memo[id(value)] = made
+    return made
+
+
+def _own_part(key: str, value: Any) -> Any:
+    """Return a copy of an attribute that processing might write to. Parameters and buffers are replaced later."""
+    if key in ("_parameters", "_buffers"):
+        return dict(value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) in (dict, list, set):
+        return copy.copy(value)
+    return value
+
+
+def _copy_helpers(value: Any, memo: dict[int, Any], depth: int) -> Any:
+    """Return a copy of an object of vLLM and of the objects of vLLM that it refers to."""
+    if id(value) in memo:
+        return memo[id(value)]
+    made = _own_copy(value, memo)
+    for key, each in list(vars(made).items()) if depth and hasattr(made, "__dict__") else ():
+        if _is_helper(each) and not isinstance(each, torch.nn.Module):
+            vars(made)[key] = _copy_helpers(each, memo, depth - 1)
+    return made
+
+
+def _is_helper(value: Any) -> bool:
+    kind = type(value)
+    is_code = isinstance(value, (type, types.FunctionType, types.MethodType, types.ModuleType))
+    return hasattr(value, "__dict__") and not is_code and not kind.__module__.startswith(("torch", "builtins", "vllm.config", "enum"))
+
+
+def _reachable(module: Any) -> Iterator[tuple[Path, Any]]:
+    """Yield the tensors and the floats that a module and its helpers hold."""
+    seen: set[int] = {id(module)}
+    for held in (module._parameters, module._buffers):
+        for name, tensor in held.items():
+            if tensor is not None:
+                yield (name,), tensor
+    for name, value in {**vars(module), "quant_method": getattr(module, "quant_method", None)}.items():
+        if name not in ("_parameters", "_buffers", "_modules") and not (name.startswith("_") and isinstance(value, (dict, set))):
+            yield from _within(value, (name,), seen, _DEPTH)
+
+
+def _within(value: Any, path: Path, seen: set[int], depth: int) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, (torch.Tensor, float)):
+        yield path, value
+        return
+    if depth == 0 or id(value) in seen or isinstance(value, (str, bytes)):
+        return
+    if isinstance(value, Mapping):
+        inner: list[tuple[str, Any]] = [(str(key), each) for key, each in value.items()]
+    elif isinstance(value, (list, tuple)):
+        inner = [(str(number), each) for number, each in enumerate(value[:64])]
+    elif _is_helper(value) and (not isinstance(value, torch.nn.Module) or path == ("quant_method",)):
+        inner = [(name, each) for name, each in vars(value).items() if not name.startswith("_forward")]
+    else:
+        return
+    seen.add(id(value))
+    for name, each in inner:
+        yield from _within(each, (*path, name), seen, depth - 1)
+
+
+def _fingerprint(module: Any) -> tuple[Any, ...]:
+    """Return what must not change in a live module: its attributes, and the addresses of its tensors."""
+    helpers = [value for value in (module.quant_method, getattr(module, "scheme", None), getattr(module, "moe_config", None)) if value]
+    objects = [(key, id(value)) for each in (module, *helpers) for key, value in vars(each).items()]
+    plain = [(key, value) for each in helpers for key, value in vars(each).items() if isinstance(value, (int, float, str))]
+    held = [(key, id(value)) for each in (module._parameters, module._buffers) for key, value in each.items()]
+    return objects, plain, held, [(path, tensor.data_ptr()) for path, tensor in tensors_of(module).items()]
+
+
+def _brief(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

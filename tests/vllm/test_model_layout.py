@@ -1,0 +1,221 @@
+"""Learnt layouts, on models that vLLM loads in this process: reading through a layout gives the checkpoint, and writing equals loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import unpacked_experts
+from loaded_models import LoadedModel, load_model, publish, read_checkpoint
+from model_memory import addresses, difference, memory
+from tiny_checkpoints import State, TinyMla, TinyModel, train
+
+from deltawire.subscribe.tensor_table import TensorSpec, TensorTable
+
+pytestmark = pytest.mark.slow
+
+CASES: dict[str, tuple[TinyModel, str | None]] = {
+    "dense": (TinyModel("dense"), None),
+    "tied": (TinyModel("tied", tied=True, layers=1), None),
+    "moe": (TinyModel("moe", experts=4), None),
+    "moe-unpacked": (TinyModel("moe", experts=4, layers=1), None),
+    "mla": (TinyMla("mla", layers=1), None),
+    "fp8-channel": (TinyModel("q", scale=4, layers=1), "fp8-channel"),
+    "fp8-block": (TinyModel("q", scale=4, layers=1), "fp8-block"),
+    "int4": (TinyModel("q", scale=4), "int4"),
+    "mla-fp8": (TinyMla("mla", scale=4, layers=1), "fp8-block"),
+}
+
+
+def table_of(tensors: Any) -> TensorTable:
+    from deltawire.tensors.torch_types import dtype_of
+
+    return {name: TensorSpec(dtype_of(tensor), tuple(tensor.shape)) for name, tensor in sorted(tensors.items())}
+
+
+def bits(tensor: Any) -> Any:
+    import torch
+
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def write(scatter: Any) -> None:
+    """Write the values of a scatter list."""
+    indices = scatter.indices.long()
+    assert indices.unique().numel() == indices.numel()
+    if scatter.half is None:
+        scatter.memory[indices] = scatter.new
+    else:
+        shift = 4 * scatter.half
+        scatter.memory[indices] = (scatter.memory[indices] & (15 << (4 - shift))) | (scatter.new << shift)
+
+
+def versions(folder: Path, model: TinyModel, recipe: str | None) -> list[Path]:
+    first = model.state()
+    second: State = {name: tensor.copy() for name, tensor in first.items()}
+    train(second, np.random.default_rng(3), 0.05)
+    if recipe is None:
+        return [model.save(folder / name, state) for name, state in (("first", first), ("second", second))]
+    return publish(folder, model, [first, second], recipe)[1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reading_gives_the_checkpoint_and_writing_equals_loading(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from deltawire.engines.vllm.layout.model_layout import learn_layout
+
+    model, recipe = CASES[case]
+    if case == "moe-unpacked":
+        unpacked_experts.install(monkeypatch.setattr)
+    first, second = versions(tmp_path, model, recipe)
+    loaded = load_model(first)
+    held, places = memory(loaded.model), addresses(loaded.model)
+    weights, changed = read_checkpoint(first), read_checkpoint(second)
+    layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights))
+    assert not difference(memory(loaded.model), held), "learning changed the model"
+    assert addresses(loaded.model) == places
+    assert not layout.facts.unlearnt
+
+    kinds = {name: tensor.kind for name, tensor in layout.tensors.items()}
+    overwritten = {name for name in weights if name.endswith("weight_shape") and not any(part in name for part in ("down", "o_proj"))}
+    assert set(kinds.values()) <= {"direct", "mapped", "module"}
+    assert {name for name, kind in kinds.items() if kind == "module"} <= overwritten
+    for name, tensor in weights.items():
+        if kinds[name] != "module":
+            assert torch.equal(bits(layout.gather(name)), bits(tensor)), name
+        if kinds[name] == "direct":
+            assert torch.equal(bits(layout.tensors[name].direct), bits(tensor)), name
+
+    for name, tensor in changed.items():
+        flat = tensor.view(-1).view(getattr(torch, f"int{8 * tensor.element_size()}"))
+        indices = torch.nonzero(flat != weights[name].view(-1).view(flat.dtype)).flatten()
+        if indices.numel():
+            for scatter in layout.locate(name, indices, flat[indices]):
+                write(scatter)
+    for rule in layout.modules.values():
+        assert rule.how == "recompute"
+        with loaded.active():
+            loaded.model.get_submodule(rule.name).process_weights_after_loading(torch.bfloat16)
+    assert layout.is_valid_for(loaded.model)
+    assert not difference(memory(loaded.model), memory(load_model(second).model))
+    assert bool(layout.modules) is (case == "mla-fp8")
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, dict[str, Any]]:
+    model = TinyModel("dense", layers=1)
+    checkpoint = model.save(tmp_path_factory.mktemp("dense") / "start", model.state())
+    return load_model(checkpoint), dict(read_checkpoint(checkpoint))
+
+
+def test_dense_weights_are_direct_and_equal_modules_are_learnt_once(dense: tuple[LoadedModel, dict[str, Any]]) -> None:
+    from deltawire.engines.vllm.layout.model_layout import learn_layout, summary
+
+    loaded, weights = dense
+    layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights))
+    assert summary(layout) == {"direct": len(weights)}
+    fused = loaded.model.model.layers[0].self_attn.qkv_proj.weight
+    part = layout.tensors["model.layers.0.self_attn.k_proj.weight"].direct
+    assert part is not None
+    assert part.untyped_storage().data_ptr() == fused.untyped_storage().data_ptr()
+    assert part.shape == weights["model.layers.0.self_attn.k_proj.weight"].shape
+    assert layout.facts.learnt < len({id(module) for module in loaded.model.modules() if module._parameters})
+
+
+def test_a_tensor_that_no_loader_takes_is_absent_and_one_that_fails_has_a_reason(dense: tuple[LoadedModel, dict[str, Any]]) -> None:
+    import torch
+
+    from deltawire.engines.vllm.layout.model_layout import learn_layout
+
+    loaded, weights = dense
+    odd = {
+        "model.layers.7.mlp.up_proj.weight": torch.zeros(4, 4),
+        "model.norm.weight": torch.zeros(3),
+        "rotary_emb.inv_freq": torch.zeros(4),
+    }
+    layout = learn_layout(loaded.model, loaded.vllm_config, table_of({**weights, **odd}))
+    assert layout.tensors["model.norm.weight"].kind == "module"
+    assert "loader failed" in layout.tensors["model.norm.weight"].reason
+    assert layout.tensors["rotary_emb.inv_freq"].kind in ("absent", "module")
+    assert layout.tensors["model.layers.7.mlp.up_proj.weight"].kind in ("absent", "module")
+    assert layout.tensors["model.embed_tokens.weight"].kind == "direct"
+
+
+def test_the_layout_is_invalid_once_a_tensor_has_moved(dense: tuple[LoadedModel, dict[str, Any]]) -> None:
+    from deltawire.engines.vllm.layout.model_layout import learn_layout
+
+    loaded, weights = dense
+    layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights))
+    norm = loaded.model.model.norm.weight
+    held = norm.data
+    norm.data = held.clone()
+    assert not layout.is_valid_for(loaded.model)
+    norm.data = held
+    assert layout.is_valid_for(loaded.model)
+
+
+def test_only_owned_placements_are_gathered_on_request(dense: tuple[LoadedModel, dict[str, Any]]) -> None:
+    from deltawire.engines.vllm.layout.model_layout import learn_layout
+
+    loaded, weights = dense
+    layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights))
+    layout.owned["model.norm.weight"] = frozenset()
+    assert not layout.gather("model.norm.weight", owned_only=True).any()
+    assert layout.gather("model.norm.weight").all()
+    assert layout.gather("lm_head.weight", owned_only=True).any()
+    assert len(layout.blocks()["model.norm.weight"]) == 1
+
+
+@pytest.mark.parametrize("part", ["loader_copies", "processing_map"])
+def test_without_a_part_of_vllm_nothing_is_mapped(
+    part: str, dense: tuple[LoadedModel, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deltawire.engines.vllm.layout import loader_copies, processing_map
+    from deltawire.engines.vllm.layout.model_layout import learn_layout
+
+    loaded, weights = dense
+    monkeypatch.setattr({"loader_copies": loader_copies, "processing_map": processing_map}[part], "missing_parts", lambda: ["vllm.x"])
+    layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights))
+    assert {tensor.kind for tensor in layout.tensors.values()} == {"module"}
+    assert "does not have vllm.x" in layout.tensors["lm_head.weight"].reason
+
+
+def test_the_installed_vllm_has_all_parts_that_learning_uses() -> None:
+    from deltawire.engines.vllm.layout import loader_copies, processing_map
+
+    assert loader_copies.missing_parts() == []
+    assert processing_map.missing_parts() == []
+
+
+def test_a_vllm_without_these_parts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers import attention
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from deltawire.engines.vllm.layout import loader_copies, processing_map
+
+    monkeypatch.delattr(layerwise, "LAYERWISE_INFO")
+    monkeypatch.delattr(attention, "is_deferred_attention_layer")
+    assert loader_copies.missing_parts() == ["vllm.model_executor.model_loader.reload.layerwise.LAYERWISE_INFO"]
+    assert processing_map.missing_parts() == ["vllm.model_executor.layers.attention.is_deferred_attention_layer"]
+
+
+def test_learning_can_be_switched_off(dense: tuple[LoadedModel, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltawire.engines.vllm.layout.model_layout import learn_layout
+
+    loaded, weights = dense
+    monkeypatch.setenv("DELTAWIRE_LEARN", "0")
+    layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights))
+    assert {tensor.kind for tensor in layout.tensors.values()} == {"module"}
+
+
+def test_modules_that_do_not_fit_into_memory_are_not_learnt(dense: tuple[LoadedModel, dict[str, Any]]) -> None:
+    from deltawire.engines.vllm.layout.model_layout import learn_layout
+
+    loaded, weights = dense
+    layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights), most_bytes=1000)
+    assert layout.tensors["lm_head.weight"].kind == "module"
+    assert "GB are free" in layout.tensors["lm_head.weight"].reason
+    assert layout.tensors["model.norm.weight"].kind == "direct"
