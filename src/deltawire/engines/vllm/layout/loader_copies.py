@@ -77,12 +77,12 @@ class LoaderCopy:
 
 @dataclass(slots=True)
 class LoaderCopies:
-    """What a model's loaders do with the tensors of a chain."""
+    """The copies that a model's loaders make of the tensors of a chain."""
 
     copies: dict[str, list[LoaderCopy]] = field(default_factory=dict)
     """The copies of each tensor that is only copied. A tensor that this worker does not hold has none."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Why the position of a tensor is unknown."""
+    """The reasons why positions of tensors are unknown."""
     parameters: list[RawParameter] = field(default_factory=list)
     """All raw parameters of the model."""
 
@@ -186,7 +186,7 @@ def _put_raw(module: Any) -> Iterable[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """What a storage holds: elements of a checkpoint tensor, or values that were computed from some."""
+    """The contents of a storage: elements of a checkpoint tensor, or values that were computed from some."""
 
     names: frozenset[str]
     nest: Nest | None

@@ -40,7 +40,7 @@ class LearningFacts:
 
     seconds: float = 0.0
     runs: int = 0
-    """How often vLLM's processing was run on copies of modules."""
+    """The number of runs of vLLM's processing, on copies of modules."""
     learnt: int = 0
     """Modules whose processing was learnt."""
     reused: int = 0
@@ -185,7 +185,7 @@ def _unknown(table: TensorTable, reason: str) -> ModelLayout:
 
 @dataclass(slots=True)
 class _Found:
-    """What is known about one tensor while layouts are composed."""
+    """The facts about one tensor while layouts are composed."""
 
     placements: list[Placement] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)

@@ -66,7 +66,7 @@ class UnitMap:
 
 @dataclass(slots=True)
 class ModuleMap:
-    """What processing does with the raw parameters of a module."""
+    """The results of processing the raw parameters of a module."""
 
     maps: dict[str, list[UnitMap]] = field(default_factory=dict)
     """By the names of raw parameters."""
@@ -75,7 +75,7 @@ class ModuleMap:
     constant: set[Path] = field(default_factory=set)
     """Results that depend on none of the parameters that were looked at."""
     runs: int = 0
-    """How often the processing was run."""
+    """The number of runs of the processing."""
 
 
 class NotLearnt(Exception):
