@@ -53,6 +53,7 @@
     │   └── PublisherClosed         the publisher was closed
     ├── MirrorError                 a mirror directory cannot be used
     │   └── MirrorBusy              another process holds its lock and shows no progress
+    ├── SpoolError                  the directory that hands updates to an engine's workers cannot be used
     ├── EngineError                 a request to an engine failed
     │   ├── EngineUnavailable       it does not answer, pause or resume
     │   │   └── EngineAsleep        its weights are not in the memory of its device
@@ -427,10 +428,16 @@ class MirrorError(DeltawireError):
 
 
 class MirrorBusy(MirrorError):
-    """Another process holds a lock of the mirror and shows no progress: it is stopped, or its machine is overloaded."""
+    """Another process holds a lock of the mirror, or of a spool, and shows no progress: it is stopped, or its machine is overloaded."""
 
     hint = "Let that process continue (kill -CONT) or end it. The next sync tries again."
     retryable = True
+
+
+class SpoolError(DeltawireError):
+    """A spool, the directory that hands updates to the workers of an engine, cannot be used, or a file in it is missing or damaged."""
+
+    hint = "Check the directory's free space and permissions. Files that are missing there are fetched again."
 
 
 class EngineError(DeltawireError):

@@ -23,8 +23,8 @@ from ..store import Progress, Store, StoreOptions, open_store
 from ..store.occupancy import misplaced
 from ..tensors.state import state_digest
 from .chain_view import ChainView
+from .delta_cache import DeltaCache
 from .mirror.checkpoint_in_place import CheckpointInPlace
-from .mirror.delta_cache import DeltaCache
 from .mirror.hops_on_disk import HopsOnDisk
 from .pin_keeper import PinKeeper
 from .sync_context import SyncContext

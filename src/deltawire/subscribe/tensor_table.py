@@ -4,26 +4,38 @@ Deltas of version 3 name no tensors, and commits only count them. A process that
 checkpoint, such as a worker of an engine, therefore needs this table. It is read from the headers of a full checkpoint's shards, which are
 not covered by a hash of their own. The digest proves it later: the digest of a state depends on the name, type and shape of each tensor,
 so weights that are digested with a wrong table do not have the digest that the commit says.
+
+In a spool the table is one JSON file: `{"deltawire": "tensors", "version": 1, "tensors": {NAME: [TYPE, [EXTENT, …]], …}}`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from ..chain.fetch import Fetcher, read_header
 from ..chain.log import ChainLog
 from ..chain.restore import Hop
 from ..chain.routes import was_collected
-from ..dtypes import DType
-from ..errors import DataDamaged
+from ..dtypes import DType, dtype_named
+from ..errors import DataDamaged, SpoolError, UnsupportedDtype, UnsupportedVersion
+from ..format.records.canonical import dump
 from ..format.records.record_parts import FileEntry
-from ..format.safetensors_header import Header
+from ..format.safetensors_header import MAX_HEADER_BYTES, Header, MalformedHeader, check_density, parse_json_object
+from .delta_spool import replace_file, retryable_error, spool_errors
 from .sync_context import SyncContext
 
+VERSION = 1
+"""The version of the file that `write_table` writes."""
+
+_MOST_DIMENSIONS, _MOST_ELEMENTS = 32, 1 << 59
+_LEAST_ROW = 12
+"""The fewest bytes that a tensor needs in the file."""
 _STREAMS = 8
 """Most headers that are read at the same time. A header is small, so the time to its first byte counts."""
 
@@ -106,3 +118,61 @@ def _add_shard(found: dict[str, TensorSpec], entry: FileEntry, header: Header, m
         if name in found:
             raise DataDamaged(f"tensor {name!r} is in {entry.key} and in another shard.")
         found[name] = TensorSpec(tensor.dtype, tensor.shape)
+
+
+def write_table(path: Path, table: TensorTable) -> None:
+    """Replace the file of a table as a whole. Does nothing if the file has this table. Raises `SpoolError`.
+
+    Parameters
+    ----------
+    path
+        The file, usually `DeltaSpool.table_path`.
+    table
+        The table.
+    """
+    rows = {name: [spec.dtype.name, list(spec.shape)] for name, spec in table.items()}
+    data = dump({"deltawire": "tensors", "version": VERSION, "tensors": rows})
+    if len(data) > MAX_HEADER_BYTES:
+        raise SpoolError(f"{path}: a table of {len(data):,} bytes; {MAX_HEADER_BYTES:,} are allowed.", hint="")
+    with spool_errors(path):
+        if not (path.exists() and path.read_bytes() == data):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(path, data)
+
+
+def load_table(path: Path) -> TensorTable:
+    """Return the table in a file. Raises `SpoolError` if the file is missing or damaged, and `UnsupportedVersion`.
+
+    Parameters
+    ----------
+    path
+        The file that `write_table` wrote.
+    """
+    with spool_errors(path), path.open("rb") as file:
+        data = file.read(MAX_HEADER_BYTES + 1)
+    try:
+        if len(data) > MAX_HEADER_BYTES:
+            raise MalformedHeader(f"it has more than {MAX_HEADER_BYTES:,} bytes.")
+        check_density(data, len(data) // _LEAST_ROW)
+        document = parse_json_object(data)
+        if document.get("deltawire") != "tensors" or type(document.get("version")) is not int:
+            raise MalformedHeader("it is not a table of tensors.")
+        if document["version"] != VERSION:
+            raise UnsupportedVersion(f"{path} is a table of version {document['version']}; this release reads {VERSION}.")
+        rows = document.get("tensors")
+        if document.keys() != {"deltawire", "version", "tensors"} or not isinstance(rows, dict):
+            raise MalformedHeader("it is not a table of tensors.")
+        return dict(sorted((name, _spec(name, row)) for name, row in rows.items()))
+    except (MalformedHeader, UnsupportedDtype) as error:
+        raise retryable_error(f"{path} is damaged: {error}") from None
+
+
+def _spec(name: str, row: Any) -> TensorSpec:
+    if not isinstance(row, list) or len(row) != 2 or not isinstance(row[0], str) or not isinstance(row[1], list):
+        raise MalformedHeader(f"tensor {name!r} has no type and shape.")
+    shape = tuple(row[1])
+    if len(shape) > _MOST_DIMENSIONS or any(type(extent) is not int or extent < 0 for extent in shape):
+        raise MalformedHeader(f"tensor {name!r} has no usable shape.")
+    if math.prod(filter(None, shape)) > _MOST_ELEMENTS:
+        raise MalformedHeader(f"tensor {name!r} has no usable shape.")
+    return TensorSpec(dtype_named(row[0]), shape)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from spooled_chain import context_of
 from toy_chain import ToyChain, first_state
 
-from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.restore import Hop
-from deltawire.chain.routes import Routes
 from deltawire.dtypes import dtype_of_numpy
-from deltawire.errors import DataDamaged, DataMissing, DeltawireError
+from deltawire.errors import DataDamaged, DataMissing, DeltawireError, SpoolError, UnsupportedVersion
 from deltawire.format.records.record_parts import FileEntry
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
 from deltawire.subscribe.sync_context import SyncContext
-from deltawire.subscribe.tensor_table import TensorSpec, read_tensor_table
+from deltawire.subscribe.tensor_table import TensorSpec, load_table, read_tensor_table, write_table
 
 
 class CountingStore(WrappedStore):
@@ -31,11 +31,6 @@ class CountingStore(WrappedStore):
     def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, **more: Any) -> None:
         self.read += len(buffer)
         super().read_into(key, buffer, offset=offset, **more)
-
-
-def context_of(store: Any) -> SyncContext:
-    log = ReaderOptions().open_log(store)
-    return SyncContext(log, Routes(log), patience=0)
 
 
 def anchor_of(context: SyncContext, chain: ToyChain) -> Hop:
@@ -126,3 +121,67 @@ def test_a_shard_that_is_missing_is_reported_as_missing() -> None:
         read(chain)
     assert isinstance(caught.value, DeltawireError)
     assert caught.value.retryable
+
+
+def sample_table() -> dict[str, TensorSpec]:
+    state = first_state() | {"scalar": np.array(1.5), "größe": np.zeros((0, 3), np.int8)}
+    return {name: TensorSpec(dtype_of_numpy(state[name].dtype), state[name].shape) for name in sorted(state)}
+
+
+def test_a_table_survives_in_a_file_and_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "spool" / "tensors.json"
+    with pytest.raises(SpoolError):
+        load_table(path)
+    table = sample_table()
+    write_table(path, table)
+    assert load_table(path) == table
+    assert list(load_table(path)) == sorted(table)
+    before = path.stat().st_ino
+    write_table(path, table)
+    assert path.stat().st_ino == before
+    del table["scalar"]
+    write_table(path, table)
+    assert load_table(path) == table
+    assert [each.name for each in path.parent.iterdir()] == ["tensors.json"]
+
+
+def tables(**tensors: Any) -> bytes:
+    return json.dumps({"deltawire": "tensors", "version": 1, "tensors": tensors}).encode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[]",
+        b'{"deltawire": "tensors", "version": "1", "tensors": {}}',
+        b'{"deltawire": "commit", "version": 1, "tensors": {}}',
+        b'{"deltawire": "tensors", "version": 1, "tensors": []}',
+        b'{"deltawire": "tensors", "version": 1, "tensors": {}, "more": 1}',
+        b'{"deltawire": "tensors", "version": 1, "tensors": {"a": ["U8", []], "a": ["U8", [1]]}}',
+        tables(a=["U8"]),
+        tables(a=["F3", [1]]),
+        tables(a=[None, [1]]),
+        tables(a=["U8", [-1]]),
+        tables(a=["U8", [True]]),
+        tables(a=["U8", [1.0]]),
+        tables(a=["U8", [2**40, 2**40]]),
+        tables(a=["U8", [1] * 33]),
+        b"[" * (1 << 20),
+        b'{"a":' * 100_000,
+    ],
+    ids=range(17),
+)
+def test_a_hostile_file_is_no_table(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "tensors.json"
+    path.write_bytes(text)
+    with pytest.raises(SpoolError, match="damaged") as caught:
+        load_table(path)
+    assert caught.value.retryable
+
+
+def test_a_table_of_a_newer_release_says_to_upgrade(tmp_path: Path) -> None:
+    path = tmp_path / "tensors.json"
+    path.write_bytes(b'{"deltawire": "tensors", "version": 2}')
+    with pytest.raises(UnsupportedVersion, match="Upgrade"):
+        load_table(path)

@@ -101,6 +101,13 @@ def _check_checkpoint_files(record: Commit | Shortcut, files: Sequence[FileEntry
 
 
 def _check_delta_files(record: Commit | Shortcut, files: Sequence[FileEntry], fields: Fields) -> None:
+    check_delta_files(record.tensors, record.state_bytes, files, fields)
+    if record.base is not None and record.result != record.base.digest and not files:
+        fields.refuse("its digest differs from that of its base, but no file leads there")
+
+
+def check_delta_files(tensors: int, state_bytes: int, files: Sequence[FileEntry], fields: Fields) -> None:
+    """Refuse files that are no delta of a state with this many tensors and bytes."""
     start = end = 0
     for entry in files:
         if entry.name is not None or entry.first is None or not entry.count:
@@ -108,7 +115,5 @@ def _check_delta_files(record: Commit | Shortcut, files: Sequence[FileEntry], fi
         if entry.first < end and (entry.first, entry.first + entry.count) != (start, end):  # else they cover parts of the same tensors
             fields.refuse("its files overlap, or are out of order")
         start, end = entry.first, entry.first + entry.count
-    if end > record.tensors or sum(entry.raw for entry in files) > record.state_bytes:
+    if end > tensors or sum(entry.raw for entry in files) > state_bytes:
         fields.refuse("its files cover more than the state")
-    if record.base is not None and record.result != record.base.digest and not files:
-        fields.refuse("its digest differs from that of its base, but no file leads there")

@@ -6,7 +6,6 @@ mirror_update        bring a slot to a version
 hops_on_disk         fetch checkpoints, and apply deltas to one on disk
 checkpoint_in_place  the checkpoint files as writable tensors
 mirror_replica       a mirror as the replica of a subscriber
-delta_cache          fetched deltas, kept for the other slot
 locks                locks between processes
 durable_json         small JSON files that survive crashes
 mirror_errors        errors of the operating system as named errors

@@ -18,9 +18,9 @@ from ...format.checkpoints.staged_output import sync_file
 from ...format.digest import Digest
 from ...format.records.record_parts import FileEntry, holds_weights
 from ...format.records.version_records import Commit
+from ..delta_cache import DeltaCache
 from ..sync_report import SyncReport
 from .checkpoint_in_place import CheckpointInPlace, checkpoint_digest
-from .delta_cache import DeltaCache
 
 _PIECE = 8 << 20
 _ARRIVING = ".part"
