@@ -21,7 +21,7 @@ from deltawire.publish.shortcuts.cadence import AnchorPolicy
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.quantise import Recipe, reference
 from deltawire.quantise.recipe import SPELLINGS
-from deltawire.quantise.row_shards import RowShard
+from deltawire.quantise.row_shards import GroupShard, RowShard
 from deltawire.quantise.scales import Scales, choose_scales
 from deltawire.store.memory import MemoryStore
 from deltawire.tensors.bits import TensorPart, tensor_bits
@@ -38,7 +38,7 @@ from threads_as_ranks import run_ranks  # noqa: E402
 from deltawire.quantise.gpu.quantiser import GpuQuantiser  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "quantise"))
-from sample_weights import DTYPES, make_weight  # noqa: E402
+from sample_weights import DTYPES, KINDS, make_weight  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if REAL else torch.device("cpu")
 SIZE = 2
@@ -156,14 +156,94 @@ def read(store):
         return {name: np.ascontiguousarray(array).tobytes() for name, array in reader.state.items()}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_shard_that_is_not_finite_stops_all_ranks(value):
+@pytest.mark.parametrize(("recipe", "snapshot"), [("nvfp4", "host"), ("nvfp4", "device"), ("mxfp4", "host"), ("int4", "device")])
+def test_ranks_choose_the_scales_of_groups_on_the_gpu_except_at_edges(recipe, snapshot, monkeypatch):
+    """The first step keeps nearly all scales, the second one some, and the third one none, not even the global scale of nvfp4."""
+    random = torch.Generator().manual_seed(8)
+    shapes = {"self_attn.q_proj": (430, 128), "self_attn.k_proj": (3, 128), "mlp.down_proj": (256, 256)}
+    versions = [
+        {f"model.layers.0.{name}.weight": (torch.randn(*shape, generator=random) * 0.02).to(DEVICE) for name, shape in shapes.items()}
+    ]
+    for factor in (1.001, 1.6, 5.0):
+        versions.append({name: tensor * factor for name, tensor in versions[-1].items()})
+    whole, parts = MemoryStore(), MemoryStore()
+    given = {"quantise": recipe, "attachments": {"config.json": b"{}"}, "options": WriterOptions(threads=1)}
+    with deltawire.Publisher(whole, **given) as publisher:
+        expected = [publisher.publish({name: array_of(tensor) for name, tensor in each.items()}).digest for each in versions]
+    on_host, on_gpu = [], []
+    choose, choose_groups = agreed_scales.choose_scales, GpuQuantiser.choose_group_scales
+    monkeypatch.setattr(agreed_scales, "choose_scales", lambda *all: on_host.append(all[2].size) or choose(*all))
+    monkeypatch.setattr(
+        GpuQuantiser,
+        "choose_group_scales",
+        lambda self, recipe, all: on_gpu.append(sum(len(each.shard.rows) for each in all)) or choose_groups(self, recipe, all),
+    )
+
+    def work(ranks):
+        with ShardedPublisher(ranks, parts, snapshot=snapshot, **given) as publisher:
+            return [publisher.publish(held_by_third(each, ranks.rank)).digest for each in versions]
+
+    for found in run_ranks(3, work):
+        if isinstance(found, BaseException):
+            raise found
+        assert found == expected
+    assert read(parts) == read(whole)
+    scales = sum(rows * columns for rows, columns in shapes.values()) // Recipe.parse(recipe).group_size
+    assert sum(on_gpu) > len(versions) * scales / 2
+    assert sum(on_gpu) + sum(size for size in on_host if size > 1) <= len(versions) * scales
+    assert max(on_host) <= 512
+    assert len(on_gpu) == 3 * len(versions)  # all ranks choose some
+
+
+def held_by_third(state, rank):
+    """Return some rows of each tensor. The edges of scales are not at multiples of 512 bytes."""
+    held = {}
+    for name, tensor in state.items():
+        cuts = [0, len(tensor) // 3 * tensor[0].numel(), len(tensor) * 3 // 4 * tensor[0].numel(), tensor.numel()]
+        held[name] = TensorPart(tensor.view(-1)[cuts[rank] : cuts[rank + 1]], tuple(tensor.shape), cuts[rank])
+    return held
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spelling", ["nvfp4", "mxfp4", "int4", "int4-128"])
+def test_scales_of_groups_are_those_of_the_reference(spelling, dtype):
+    recipe = Recipe.parse(spelling)
+    kinds = [make_weight(kind, (40, 256), dtype) for kind in KINDS]
+    source = dtype_of_numpy(kinds[0].dtype)
+    quantiser = GpuQuantiser(DEVICE)
+    shards = [RowShard(kind, source, to_torch(weight.copy()).to(DEVICE), 0) for kind, weight in zip(KINDS, kinds, strict=True)]
+    maxima = [reference.block_maxima(recipe, weight) for weight in kinds]
+    np.testing.assert_array_equal(quantiser.largest_of(recipe, shards), [grid.max() for grid in maxima])
+    before = [choose_scales(recipe, source, grid * np.float32(0.7)) for grid in maxima]
+    jobs, expected = [], []
+    for shard, grid, old in zip(shards, maxima, before, strict=True):
+        for previous in (old, None):
+            chosen = choose_scales(recipe, source, grid, previous)
+            stays = previous is not None and (chosen.global_scale is None or chosen.global_scale == previous.global_scale)
+            kept = to_torch(previous.scale.reshape(-1)[9:60].copy()).to(DEVICE) if stays else None
+            memory = torch.empty(51, dtype=to_torch(old.scale.copy()).dtype, device=DEVICE)
+            number = 1.0 if chosen.global_scale is None else float(chosen.global_scale[0])
+            jobs.append(GroupShard(shard.groups(recipe, 9, 60), memory, kept, number))
+            expected.append(chosen.scale.reshape(-1)[9:60])
+    quantiser.choose_group_scales(recipe, jobs)
+    for job, scale in zip(jobs, expected, strict=True):
+        assert job.scales.cpu().view(torch.uint8).numpy().tobytes() == scale.tobytes(), job.shard.name
+    jobs[0].shard.rows.view(-1)[5] = float("inf")
+    for refused in (lambda: quantiser.choose_group_scales(recipe, jobs), lambda: quantiser.largest_of(recipe, shards)):
+        with pytest.raises(NonFiniteWeights, match=f"'{KINDS[0]}' cannot be quantised: 1 element"):
+            refused()
+
+
+@pytest.mark.parametrize(
+    ("value", "recipe"), [(float("nan"), "fp8-block"), (float("inf"), "fp8-block"), (float("-inf"), "nvfp4"), (float("nan"), "int4")]
+)
+def test_a_shard_that_is_not_finite_stops_all_ranks(value, recipe):
     state = {"model.layers.0.mlp.down_proj.weight": torch.ones(140, 64), "model.norm.weight": torch.ones(300)}
     state = {name: tensor.to(DEVICE) for name, tensor in state.items()}
     store = MemoryStore()
 
     def work(ranks):
-        with ShardedPublisher(ranks, store, quantise="fp8-block", attachments={"config.json": b"{}"}) as publisher:
+        with ShardedPublisher(ranks, store, quantise=recipe, attachments={"config.json": b"{}"}) as publisher:
             publisher.publish(held_by(state, ranks.rank))
             for name, tensor in state.items():
                 ranks.exchange(b"published")

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..codec import default_codec
 from ..dtypes import DType
 from ..tensors.state import thread_count
@@ -34,6 +37,10 @@ class RowShard:
         rows, columns = self.rows.shape
         return recipe.block.grid(rows + (self.first_row % height if height else 0), columns)
 
+    def groups(self, recipe: Recipe, start: int, stop: int) -> RowShard:
+        """Return some of the groups of a recipe whose blocks are groups in a row, counted over all these rows. Each becomes a row."""
+        return RowShard(self.name, self.dtype, self.rows.reshape(-1, recipe.group_size)[start:stop], 0)
+
 
 class ShardQuantiser(Protocol):
     """Quantises shards: `HostShardQuantiser`, or `GpuQuantiser` for those on its GPU."""
@@ -48,9 +55,39 @@ class ShardQuantiser(Protocol):
     def codes_of(self, recipe: Recipe, shards: Sequence[RowShard], scales: Sequence[Scales]) -> list[Any]:
         """Return the codes of each shard, packed as they are published: rows and columns, on the device of the shard.
 
-        `scales` are those of the blocks that have elements in the shard.
+        `scales` are those of the blocks that have elements in the shard, in host memory, or on the device of the shard.
         """
         ...
+
+
+class GroupScaleChooser(Protocol):
+    """Chooses scales of groups where the shards are: `GpuQuantiser`, for recipes whose blocks are groups in a row."""
+
+    def largest_of(self, recipe: Recipe, shards: Sequence[RowShard]) -> NDArray[np.float32]:
+        """Return the largest magnitude in each shard. Raise `NonFiniteWeights` if an element is NaN or infinite."""
+        ...
+
+    def choose_group_scales(self, recipe: Recipe, shards: Sequence[GroupShard]) -> None:
+        """Choose the scales of all groups of shards, and write them. Raise `NonFiniteWeights` if an element is NaN or infinite."""
+        ...
+
+    def upload_all(self, arrays: Sequence[NDArray[Any]]) -> list[Any]:
+        """Return the bytes of arrays as tensors on the GPU. They are copied there together."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShard:
+    """Groups of a weight whose scales are chosen on a GPU."""
+
+    shard: RowShard
+    """The groups, each of them a row."""
+    scales: Any
+    """Memory for their scales, on the GPU."""
+    previous: Any | None
+    """The scales of these groups in the version before, on the GPU, if they may stay."""
+    global_scale: float = 1.0
+    """The global scale of nvfp4."""
 
 
 class HostShardQuantiser:

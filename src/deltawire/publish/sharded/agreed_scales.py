@@ -2,6 +2,9 @@
 
 Each process finds the largest values of the blocks that it has rows of, where the rows are, and sends them to the process that publishes
 the scales of these blocks. That one has the scales of the version before, chooses the scales, and sends them back.
+
+Blocks that are groups in a row (nvfp4, mxfp4, int4) are many, and a process publishes nearly all scales of its own rows. If the rows are on
+a GPU, it chooses these scales there; only those at the edges are exchanged (`GroupScales`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from ...quantise.scales import Grid, Scales, choose_scales
 from ...tensors import torch_types
 from ...tensors.bits import TensorPart
 from ..upload.segments import SEGMENT_BYTES
-from .division import Parts, Reader, bytes_of
+from .division import Parts, Reader, bytes_of, elements_of
+from .group_scales import GroupScales, choose_own_groups, copy_from_hosts, find_group_maxima, is_chooser
 from .ranges import ElementRange
 from .ranks import Ranks, together
 from .shares import Share
@@ -45,9 +49,13 @@ class ShardQuantisers:
             device = torch_types.gpu_of(shard.rows) if torch_types.is_torch(shard.rows) else None
             numbers.setdefault(device, []).append(number)
         for device, own in numbers.items():
-            if device not in self._known:
-                self._known[device] = self._quantiser(device)
-            yield self._known[device], own
+            yield self.on(device), own
+
+    def on(self, device: Any) -> ShardQuantiser:
+        """Return what quantises shards on a device; None is the host."""
+        if device not in self._known:
+            self._known[device] = self._quantiser(device)
+        return self._known[device]
 
     def _quantiser(self, device: Any) -> ShardQuantiser:
         if device is None:
@@ -82,7 +90,7 @@ def agree_on_scales(
     quantisers
         What finds the largest values.
     """
-    found = AgreedScales(layout, shares, previous)
+    found = AgreedScales(layout, shares, previous, ranks.rank)
     together(ranks, lambda: found.find_maxima(held, quantisers))
     if layout.recipe.shares_scales:
         largest = ranks.maximum(found.largest_of_groups())
@@ -90,8 +98,9 @@ def agree_on_scales(
     if layout.recipe.name != "fp8-tensor":
         arrived = ranks.deliver(found.maxima_for(ranks.size))
         scales: list[bytes] = []
-        together(ranks, lambda: scales.extend(found.choose(arrived, ranks.size)))
-        found.take_scales(ranks.deliver(scales))
+        together(ranks, lambda: scales.extend(found.choose(arrived, ranks.size, held, quantisers)))
+        delivered = ranks.deliver(scales)
+        together(ranks, lambda: found.take_scales(delivered, quantisers))
     found.forget_maxima()
     return found
 
@@ -99,12 +108,15 @@ def agree_on_scales(
 class AgreedScales:
     """The scales of the rows that one process holds, and those that it publishes. `agree_on_scales` makes it."""
 
-    def __init__(self, layout: QuantisedLayout, shares: Sequence[Share], previous: Parts | None) -> None:
+    def __init__(self, layout: QuantisedLayout, shares: Sequence[Share], previous: Parts | None, rank: int) -> None:
         self._layout = layout
+        self._rank = rank
         self._recipe = layout.recipe
         self._shares = shares
         self._previous = previous if layout.recipe.sticky else None
         self._maxima: dict[str, Grid] = {}
+        self._groups: dict[str, GroupScales] = {}
+        """The scales of weights that are chosen on a GPU."""
         self._scales: dict[str, NDArray[Any]] = {}
         """The scales of the rows of each weight that this process holds."""
         self._published: dict[str, NDArray[Any]] = {}
@@ -119,6 +131,8 @@ class AgreedScales:
         """Return the scales of the blocks that some rows of this process lie in."""
         weight = share.weight
         numbers = self._numbers.get(weight.module)
+        if weight.module in self._groups:
+            return Scales(self._groups[weight.module].of_rows(rows), numbers)
         if weight.module not in self._scales:
             assert numbers is not None
             return Scales(numbers)
@@ -137,6 +151,8 @@ class AgreedScales:
                 elements = np.array([weight.rows, weight.columns], np.int64)
             elif output.role == "global_scale" or self._recipe.block.rows is None:
                 elements = self._numbers[weight.module].reshape(-1)
+            elif weight.module in self._groups:
+                return TensorPart(self._groups[weight.module].part(start, stop), output.shape, start)
             else:
                 elements = self._published[weight.module]
             assert elements.size == stop - start
@@ -149,7 +165,15 @@ class AgreedScales:
         for shares in _batches([share for share in self._shares if share.rows[0] < share.rows[1]]):
             shards = [share.shard(held) for share in shares]
             for quantiser, numbers in quantisers.by_device(shards):
-                found = quantiser.maxima_of(self._recipe, [shards[number] for number in numbers])
+                own = [shards[number] for number in numbers]
+                if is_chooser(quantiser) and self._recipe.group_size:
+                    made = [
+                        GroupScales(self._layout, shares[number], self._rank, shard) for number, shard in zip(numbers, own, strict=True)
+                    ]
+                    find_group_maxima(self._recipe, quantiser, made, own)
+                    self._groups |= {shares[number].weight.module: each for number, each in zip(numbers, made, strict=True)}
+                    continue
+                found = quantiser.maxima_of(self._recipe, own)
                 self._maxima |= {shares[number].weight.module: grid for number, grid in zip(numbers, found, strict=True)}
 
     def forget_maxima(self) -> None:
@@ -160,8 +184,11 @@ class AgreedScales:
         """Return the largest magnitude that this process has in each group."""
         found = dict.fromkeys(self._layout.groups, np.float32(0))
         for share in self._shares:
-            if share.weight.module in self._maxima:
-                found[share.weight.group] = max(found[share.weight.group], self._maxima[share.weight.module].max())
+            module = share.weight.module
+            if module in self._groups:
+                found[share.weight.group] = max(found[share.weight.group], self._groups[module].largest)
+            elif module in self._maxima:
+                found[share.weight.group] = max(found[share.weight.group], self._maxima[module].max())
         return np.array(list(found.values()), np.float32)
 
     def previous_numbers(self) -> bytes:
@@ -193,45 +220,98 @@ class AgreedScales:
         """Return the largest values of blocks for the processes that publish their scales."""
         pieces: list[list[bytes]] = [[] for _ in range(size)]
         for share in self._shares:
+            if share.weight.module in self._groups:
+                for rank, maxima in self._groups[share.weight.module].edge_maxima.items():
+                    pieces[rank].append(maxima.tobytes())
+                continue
             for rank, (start, stop) in share.asks:
                 flat = self._maxima[share.weight.module].reshape(-1)
                 pieces[rank].append(flat[start - share.grid[0] : stop - share.grid[0]].tobytes())
         return [b"".join(each) for each in pieces]
 
-    def choose(self, arrived: list[memoryview], size: int) -> list[bytes]:
-        """Choose the scales that this process publishes. Returns them for the processes that hold their rows."""
+    def choose(self, arrived: list[memoryview], size: int, held: Mapping[str, TensorPart], quantisers: ShardQuantisers) -> list[bytes]:
+        """Choose the scales that this process publishes. Returns them for the processes that hold their rows.
+
+        Raises `NonFiniteWeights` if scales are chosen on a GPU, and a weight is NaN or infinite there.
+        """
+        self._choose_on_gpus(held, quantisers)
         readers = [Reader(piece) for piece in arrived]
         pieces: list[list[bytes]] = [[] for _ in range(size)]
-        serving = [share for share in self._shares if share.serves]
-        for share, before in zip(serving, self._previous_scales(serving), strict=True):
-            start = min(first for _, (first, _) in share.serves)
-            stop = max(last for _, (_, last) in share.serves)
+        serving = [(share, ranges) for share in self._shares if (ranges := self._served_on_host(share))]
+        for (share, ranges), before in zip(serving, self._previous_scales(serving), strict=True):
+            start, stop = _bounds(ranges)
             maxima = np.zeros(stop - start, np.float32)
-            for rank, (first, last) in share.serves:
+            for rank, (first, last) in ranges:
                 own = maxima[first - start : last - start]
                 np.maximum(own, readers[rank].take(own.nbytes).view(np.float32), out=own)
             scale = self._chosen(share.weight, maxima, before).scale
-            self._published[share.weight.module] = scale
-            for rank, (first, last) in share.serves:
+            if share.weight.module in self._groups:
+                self._groups[share.weight.module].add_from_host(ranges, scale)
+            else:
+                self._published[share.weight.module] = scale
+            for rank, (first, last) in ranges:
                 pieces[rank].append(scale[first - start : last - start].tobytes())
         return [b"".join(each) for each in pieces]
 
-    def take_scales(self, arrived: list[memoryview]) -> None:
+    def _choose_on_gpus(self, held: Mapping[str, TensorPart], quantisers: ShardQuantisers) -> None:
+        """Choose the scales of groups that this process both holds and publishes."""
+        for shares in _batches([share for share in self._shares if share.weight.module in self._groups]):
+            shards = [share.shard(held) for share in shares]
+            for quantiser, numbers in quantisers.by_device(shards):
+                assert is_chooser(quantiser)
+                choose_own_groups(
+                    self._recipe,
+                    quantiser,
+                    [self._groups[shares[number].weight.module] for number in numbers],
+                    [shards[number] for number in numbers],
+                    [self._previous_of(shares[number].weight) for number in numbers],
+                    [self._numbers.get(shares[number].weight.module) for number in numbers],
+                )
+
+    def _previous_of(self, weight: QuantisedWeight) -> TensorPart | None:
+        """Return the previous scales that may stay, which this process published."""
+        if self._previous is None:
+            return None
+        if self._recipe.has_global_scale:
+            old = self._old_numbers.get(weight.module)
+            if old is None or old.tobytes() != self._numbers[weight.module].tobytes():
+                return None  # all are chosen anew if the global scale does not stay
+        return self._previous[weight.outputs["scale"]]
+
+    def _served_on_host(self, share: Share) -> tuple[tuple[int, ElementRange], ...]:
+        """Return the processes for whose rows this process chooses scales on the host, and which scales."""
+        is_on_gpu = share.weight.module in self._groups
+        return tuple((rank, where) for rank, where in share.serves if not (is_on_gpu and rank == self._rank))
+
+    def take_scales(self, arrived: list[memoryview], quantisers: ShardQuantisers) -> None:
         """Take the scales of this process's rows."""
         readers = [Reader(piece) for piece in arrived]
         for share in self._shares:
             dtype = self._layout.outputs[share.weight.outputs["scale"]].dtype
+            if share.weight.module in self._groups:
+                own = self._groups[share.weight.module]
+                for rank, (start, stop) in own.edges:
+                    scale = readers[rank].take((stop - start) * dtype.itemsize).view(dtype.numpy)
+                    own.add_from_host([(rank, (start, stop))], scale)
+                continue
             taken = [readers[rank].take((stop - start) * dtype.itemsize).view(dtype.numpy) for rank, (start, stop) in share.asks]
             if taken:
                 self._scales[share.weight.module] = np.concatenate(taken).reshape(self._maxima[share.weight.module].shape)
+        by_device: dict[Any, list[GroupScales]] = {}
+        for each in self._groups.values():
+            by_device.setdefault(each.device, []).append(each)
+        for device, weights in by_device.items():
+            quantiser = quantisers.on(device)
+            assert is_chooser(quantiser)
+            copy_from_hosts(quantiser, weights)
 
-    def _previous_scales(self, shares: Sequence[Share]) -> list[NDArray[Any] | None]:
-        """Return the scales of the version before that this process published, for each weight. Those on a GPU are copied to the host."""
+    def _previous_scales(self, serving: Sequence[tuple[Share, Sequence[tuple[int, ElementRange]]]]) -> list[NDArray[Any] | None]:
+        """Return scales of the version before that this process published, for each weight. Those on a GPU are copied to the host."""
         if self._previous is None:
-            return [None] * len(shares)
-        before, outputs = self._previous, [self._layout.outputs[share.weight.outputs["scale"]] for share in shares]
-        found = _host_bytes(before[output.name].elements for output in outputs)
-        return [np.frombuffer(data, output.dtype.numpy) for data, output in zip(found, outputs, strict=True)]
+            return [None] * len(serving)
+        outputs = [self._layout.outputs[share.weight.outputs["scale"]] for share, _ in serving]
+        parts = [elements_of(self._previous[output.name], _bounds(ranges)) for output, (_, ranges) in zip(outputs, serving, strict=True)]
+        return [np.frombuffer(data, output.dtype.numpy) for data, output in zip(_host_bytes(parts), outputs, strict=True)]
 
     def _chosen(self, weight: QuantisedWeight, maxima: Grid, scale: NDArray[Any] | None) -> Scales:
         before: Scales | None = None
@@ -260,13 +340,20 @@ class AgreedScales:
         return self._layout.outputs[weight.outputs["global_scale" if self._recipe.has_global_scale else "scale"]]
 
 
+def _bounds(ranges: Iterable[tuple[int, ElementRange]]) -> ElementRange:
+    """Return the range from the first to the last of several ranges."""
+    each = [where for _, where in ranges]
+    return min(first for first, _ in each), max(last for _, last in each)
+
+
 def _batches(shares: Iterable[Share]) -> Iterator[list[Share]]:
-    """Yield shares whose weights together have about the size of a segment, because those of experts may have to be copied."""
+    """Yield shares whose copies together have about the size of a segment. Only weights that are stored transposed are copied."""
     batch: list[Share] = []
     size = 0
     for share in shares:
         batch.append(share)
-        size += (share.rows[1] - share.rows[0]) * share.weight.columns * share.weight.dtype.itemsize
+        if share.weight.is_transposed:
+            size += (share.rows[1] - share.rows[0]) * share.weight.columns * share.weight.dtype.itemsize
         if size >= SEGMENT_BYTES:
             yield batch
             batch, size = [], 0

@@ -147,6 +147,8 @@ class QuantisedSource:
 
     def _small(self, output: Output) -> TensorPart:
         part = self._scales.scale_part(output, self._division.range_of(output.name, self._rank))
+        if torch_types.is_torch(part.elements):
+            return part
         return TensorPart(self._like_source(output, part.elements), part.shape, part.start)
 
     def _like_source(self, output: Output, array: Any) -> Any:

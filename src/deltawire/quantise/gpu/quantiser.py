@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any, Final
@@ -14,10 +15,11 @@ from numpy.typing import NDArray
 
 from ...codec.gpu import device as devices
 from ...codec.gpu.sources import number_source
+from ...errors import NonFiniteWeights
 from ...tensors.torch_types import torch_dtype
 from ..recipe import Recipe
 from ..reference import nonfinite_weight
-from ..row_shards import RowShard
+from ..row_shards import GroupShard, RowShard
 from ..scales import Grid, Scales
 from ..weight_table import WeightTable, kind_number, source_number
 
@@ -185,8 +187,7 @@ class GpuQuantiser:
         del held
         for shard, largest in zip(shards, each, strict=True):
             if not np.isfinite(largest).all():
-                numbers = shard.rows.view(torch_dtype(shard.dtype))
-                raise nonfinite_weight(shard.name, int((~numbers.isfinite()).sum()))
+                raise _nonfinite(shard)
         return [largest.reshape(grid) for largest, grid in zip(each, grids, strict=True)]
 
     def codes_of(self, recipe: Recipe, shards: Sequence[RowShard], scales: Sequence[Scales]) -> list[torch.Tensor]:
@@ -199,15 +200,16 @@ class GpuQuantiser:
         shards
             The shards.
         scales
-            The scales of the blocks that have elements in each shard, in host memory.
+            The scales of the blocks that have elements in each shard, in host memory or on this GPU.
         """
         table = _shard_table(shards)
         held: list[torch.Tensor] = []
         for column, arrays in (("scales", [each.scale for each in scales]), ("global_scale", [each.global_scale for each in scales])):
-            there, starts = self._upload_all([array for array in arrays if array is not None])
-            held.append(there)
-            if starts:
-                table[column] = there.data_ptr() + np.array(starts, np.int64)
+            uploaded = iter(self.upload_all([array for array in arrays if isinstance(array, np.ndarray)]))
+            found = [next(uploaded) if isinstance(array, np.ndarray) else array for array in arrays if array is not None]
+            held += found
+            if found:
+                table[column] = [tensor.data_ptr() for tensor in found]
         sizes = [shard.rows.numel() // (1 if recipe.element == "e4m3" else 2) for shard in shards]
         codes = [self._gpu.empty(size, torch.uint8) for size in sizes]
         table["codes"] = [tensor.data_ptr() for tensor in codes]
@@ -215,27 +217,95 @@ class GpuQuantiser:
         held += self._do(recipe, table, _CODES)
         return [tensor.view(_CODE_TYPES[recipe.element]).view(len(shard.rows), -1) for tensor, shard in zip(codes, shards, strict=True)]
 
-    def _upload_all(self, arrays: Sequence[NDArray[Any]]) -> tuple[torch.Tensor, list[int]]:
-        """Return the bytes of arrays on the GPU, and where each begins."""
-        pieces, starts, size = [], [], 0
+    def largest_of(self, recipe: Recipe, shards: Sequence[RowShard]) -> NDArray[np.float32]:
+        """Return the largest magnitude in each shard on this GPU (`GroupScaleChooser`).
+
+        Parameters
+        ----------
+        recipe
+            The recipe.
+        shards
+            The shards.
+        """
+        table = _shard_table(shards)
+        table["group"] = np.arange(len(shards))
+        rows, columns = table["rows"].astype(np.int64), table["columns"].astype(np.int64)
+        found = self._gpu.zeros(len(shards), torch.int32)
+        held = self._do(recipe, table, _MAXIMA, -(-rows // np.maximum(_UNIT // columns, 1)), "find_largest", largest=found)
+        largest: NDArray[np.float32] = found.cpu().numpy().view(np.float32)
+        del held
+        for shard, value in zip(shards, largest.tolist(), strict=True):
+            if not math.isfinite(value):
+                raise _nonfinite(shard)
+        return largest
+
+    def choose_group_scales(self, recipe: Recipe, shards: Sequence[GroupShard]) -> None:
+        """Choose the scales of all groups of shards on this GPU, and write them (`GroupScaleChooser`).
+
+        Parameters
+        ----------
+        recipe
+            The recipe.
+        shards
+            The groups.
+        """
+        table = _shard_table([each.shard for each in shards])
+        table["scales"] = [each.scales.data_ptr() for each in shards]
+        table["previous"] = [0 if each.previous is None else each.previous.data_ptr() for each in shards]
+        shared = self._gpu.upload(np.array([each.global_scale for each in shards], np.float32))
+        fresh = self._gpu.upload(np.array([each.previous is None for each in shards], np.uint32))
+        held = [shared, fresh, *self._do(recipe, table, _SCALES, shared=shared, fresh=fresh)]
+        bad = int(held[2].cpu().numpy().view(np.uint32)[0])
+        if bad != _NONE:
+            raise _nonfinite(shards[bad].shard)
+
+    def upload_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+        """Return the bytes of arrays as tensors on the GPU. They are copied there together.
+
+        Parameters
+        ----------
+        arrays
+            The arrays.
+        """
+        pieces: list[NDArray[np.uint8]] = []
+        bounds: list[tuple[int, int]] = []
+        size = 0
         for array in arrays:
             piece = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             padding = -piece.size % _ALIGNMENT
             pieces += [piece, np.zeros(padding, np.uint8)]
-            starts.append(size)
+            bounds.append((size, size + piece.size))
             size += piece.size + padding
-        return self._gpu.upload(np.concatenate([np.empty(0, np.uint8), *pieces])), starts
+        there = self._gpu.upload(np.concatenate(pieces)) if pieces else None
+        return [] if there is None else [there[start:stop] for start, stop in bounds]
 
-    def _do(self, recipe: Recipe, table: NDArray[Any], mode: int) -> list[torch.Tensor]:
-        """Start the kernel that works on blocks or codes of shards. Return memory that it reads."""
-        units = _units(recipe, table["rows"].astype(np.int64), table["columns"].astype(np.int64), table["first_row"])
+    def _do(
+        self,
+        recipe: Recipe,
+        table: NDArray[Any],
+        mode: int,
+        units: NDArray[np.int64] | None = None,
+        kernel: str | None = None,
+        *,
+        shared: torch.Tensor | None = None,
+        fresh: torch.Tensor | None = None,
+        largest: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """Start a kernel that works on shards: by default the one that quantises them. Return memory that it uses.
+
+        The first tensor of this memory is the number of a shard with an element that is NaN or infinite, if the kernel looks for them.
+        """
+        if units is None:
+            units = _units(recipe, table["rows"].astype(np.int64), table["columns"].astype(np.int64), table["first_row"])
         bad = self._gpu.empty(1, torch.int32)
+        bad.fill_(-1)
         ends = np.cumsum(units)
         table["unit0"] = ends - units
         there = self._gpu.upload(table)
         if len(table):
-            job = _Job(there.data_ptr(), len(table), kind_number(recipe), recipe.group_size or 0, mode, bad.data_ptr(), 0, 0, 0, 0)
-            self._launch(_kernel(recipe, makes_codes=True), int(ends[-1]), job)
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (bad, shared, fresh, largest, None)]
+            job = _Job(there.data_ptr(), len(table), kind_number(recipe), recipe.group_size or 0, mode, *addresses)
+            self._launch(kernel or _kernel(recipe, makes_codes=True), int(ends[-1]), job)
         return [bad, there]
 
     def _launch(self, name: str, blocks: int, job: _Job) -> None:
@@ -256,6 +326,11 @@ def _rows(recipe: Recipe, weights: WeightTable) -> NDArray[Any]:
     reads = (weights.data % 16 == 0) & (weights.strides % 16 == 0) & (weights.columns % per_vector == 0)
     rows["aligned"] = reads & (weights.codes % 8 == 0)
     return rows
+
+
+def _nonfinite(shard: RowShard) -> NonFiniteWeights:
+    numbers = shard.rows.view(torch_dtype(shard.dtype))
+    return nonfinite_weight(shard.name, int((~numbers.isfinite()).sum()))
 
 
 def _kernel(recipe: Recipe, makes_codes: bool) -> str:
