@@ -204,6 +204,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     def __init__(self, parameters: Sequence[RawParameter]) -> None:
         super().__init__()
         self._parameters = parameters
+        self._storages = [parameter.meta.untyped_storage() for parameter in parameters]
         self._owners = {_storage(parameter.meta): parameter for parameter in parameters}
         self._origins: dict[int, _Origin] = {}
         self._copies: dict[str, list[LoaderCopy]] = {}
@@ -232,9 +233,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def refuse_replaced(self) -> None:
         """Refuse tensors that were copied to a parameter which the loader has then replaced by another one."""
-        for parameter in self._parameters:
+        for parameter, storage in zip(self._parameters, self._storages, strict=True):
             held = {**parameter.module._parameters, **parameter.module._buffers}.get(parameter.name)
-            if held is None or _storage(held) != _storage(parameter.meta):
+            if held is None or _storage(held) != storage._cdata:
                 names = [name for name, copy in self._order if copy.parameter is parameter]
                 self.refuse(names or self._seen, f"the loader replaces {parameter.module_name}.{parameter.name}")
 
@@ -269,11 +270,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             source = args[1]
         elif func is aten.fill_.Scalar:
             source = self._scalars.get(args[1])
-            if source is None:
-                return  # a constant, such as the padding of a vocabulary
-        elif func is aten.zero_.default:
-            return
         owner = self._owners.get(_storage(target))
+        if owner is not None and source is None and func in (aten.fill_.Scalar, aten.zero_.default):
+            return  # a constant, such as the padding of a vocabulary
         names = self._names((args[1:], kwargs)) if source is None else self._names(source)
         if owner is None:  # a temporary, or a tensor of the chain itself
             names |= self._names(target)

@@ -263,7 +263,8 @@ class _Study:
                 unknown.append(path)
         if unknown:
             for path, found in self._decode(name, neutral, unknown).items():
-                if found and all(_is_predicted(found, run.storages[path], fill) for run, fill in zip(tests, fills, strict=True)):
+                outcomes = zip(tests, fills, strict=True)
+                if found and all(_is_predicted(found, run.storages[path], fill, neutral.storages[path]) for run, fill in outcomes):
                     maps += found
                 else:
                     computed.append(path)
@@ -352,8 +353,10 @@ class _Study:
         random = torch.randint(0, 256, (count,), generator=generator, device=self.device, dtype=torch.uint8)
         if raw.dtype.is_floating_point or "scale" in name:
             high = random.view(-1, raw.element_size())[:, -1]
-            if raw.element_size() == 1:  # neither NaN, nor zero with a sign; e8m0 and scales in bytes near 1
-                high.bitwise_and_(0x7F).clamp_(1, 0x7A) if "scale" not in name else high.bitwise_and_(0x3F).add_(0x40)
+            if raw.element_size() == 1 and "scale" in name:  # for e4m3 and for e8m0
+                high.bitwise_and_(0x3F).add_(0x3A)
+            elif raw.element_size() == 1:  # neither NaN nor zero
+                high.copy_((high & 0x80) | (high & 0x7F).clamp(1, 0x7A))
             else:
                 high.bitwise_and_(0x3F if "scale" in name else 0xBF)
                 if "scale" in name:
@@ -479,20 +482,24 @@ class _Decoder:
         return []
 
 
-def _is_predicted(maps: Sequence[UnitMap], result: torch.Tensor, fill: torch.Tensor) -> bool:
-    """Return whether a result has the values of `fill` where the maps say."""
+def _is_predicted(maps: Sequence[UnitMap], result: torch.Tensor, fill: torch.Tensor, neutral: torch.Tensor | None = None) -> bool:
+    """Return whether a result has the values of `fill` where the maps say, and those of `neutral` everywhere else, if it is given."""
+    bits = maps[0].unit_bits
+    memory, source = storage_units(result, bits), fill
+    rest = None if neutral is None else storage_units(neutral, bits)
+    if bits == 4:
+        memory, source, rest = _halves(memory), _halves(source), None if rest is None else _halves(rest)
+    expected = None if rest is None else rest.clone()
     for each in maps:
-        memory = storage_units(result, each.unit_bits)
         table = None if each.table is None else torch.tensor(each.table, dtype=torch.int8, device=memory.device)
-        if each.unit_bits == 4:
-            memory, fill_units = _halves(memory), _halves(fill)
-            fill_units = fill_units if table is None else table[fill_units.long()]
-        else:
-            fill_units = fill
+        values = source if table is None else table[source.long()]
         for nest in each.nests:
-            if not torch.equal(nest.view(memory), Nest(nest.sizes, (), nest.sources, 0, nest.source_start).view(fill_units)):
+            moved = Nest(nest.sizes, (), nest.sources, 0, nest.source_start).view(values)
+            if expected is not None:
+                nest.view(expected).copy_(moved)
+            elif not torch.equal(nest.view(memory), moved):
                 return False
-    return True
+    return expected is None or torch.equal(memory, expected)
 
 
 def _changed_values(after: torch.Tensor, before: torch.Tensor) -> set[int]:

@@ -1,0 +1,198 @@
+"""Loaders that run on meta tensors: what they copy is recorded, and everything else that they do is refused."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from deltawire.dtypes import dtype_named
+from deltawire.subscribe.tensor_table import TensorSpec
+
+pytestmark = pytest.mark.slow
+
+Load = Callable[[dict[str, Any], str, Any], None]
+
+
+@functools.cache
+def config() -> Any:
+    with warnings.catch_warnings():  # of other packages
+        warnings.simplefilter("ignore")
+        from vllm.config import VllmConfig
+        from vllm.model_executor.model_loader import get_model_loader  # noqa: F401 (imports what stage 1 needs)
+
+        return VllmConfig()
+
+
+def record(load: Load, parameters: dict[str, Any], table: dict[str, tuple[str, tuple[int, ...]]]) -> Any:
+    """Record what a model does that calls `load` for each tensor. Checks that the model is as before."""
+    import torch
+
+    settings = config()
+    from deltawire.engines.vllm.layout.loader_copies import record_copies
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, tensor in parameters.items():
+                self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
+            self.attribute = "before"
+
+        def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+            for name, tensor in weights:
+                self.attribute = name
+                load(dict(self.named_parameters()), name, tensor)
+
+    model = Model()
+    held = {name: (id(each), each.clone()) for name, each in model.named_parameters()}
+    found = record_copies(model, settings, {name: TensorSpec(dtype_named(kind), shape) for name, (kind, shape) in sorted(table.items())})
+    assert {name: id(each) for name, each in model.named_parameters()} == {name: number for name, (number, _) in held.items()}
+    assert all(torch.equal(each, held[name][1]) for name, each in model.named_parameters())
+    assert model.attribute == "before"
+    return found
+
+
+def targets(copy: Any, count: int) -> list[int]:
+    """Return the position of each element in the parameter; −1 if it is not copied."""
+    import torch
+
+    here, there = copy.nest.find(torch.arange(count))
+    positions = torch.full((count,), -1)
+    positions[here] = there
+    return positions.tolist()
+
+
+def test_a_shard_of_a_fused_matrix_is_recorded() -> None:
+    import torch
+
+    def load(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+        parameters["w"].data.narrow(0, {"q": 0, "k": 2}[name], 2).copy_(tensor.narrow(1, 3, 3))
+
+    found = record(load, {"w": torch.ones(4, 3)}, {"q": ("F32", (2, 6)), "k": ("F32", (2, 6))})
+    assert found.refused == {}
+    (copy,) = found.copies["k"]
+    assert (copy.parameter.name, copy.widened) == ("w", None)
+    assert targets(copy, 12) == [-1, -1, -1, 6, 7, 8, -1, -1, -1, 9, 10, 11]
+
+
+def test_a_transposed_copy_is_recorded_through_a_temporary() -> None:
+    import torch
+
+    def load(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+        parameters["w"].data.copy_(tensor.t().contiguous()[1:])
+
+    found = record(load, {"w": torch.ones(2, 2)}, {"t": ("F32", (2, 3))})
+    assert targets(found.copies["t"][0], 6) == [-1, 0, 2, -1, 1, 3]
+
+
+@pytest.mark.parametrize(("kind", "held", "is_exact"), [("BF16", "float32", True), ("F32", "bfloat16", False), ("F16", "bfloat16", False)])
+def test_only_casts_that_keep_every_number_are_taken(kind: str, held: str, is_exact: bool) -> None:
+    import torch
+
+    def load(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+        parameters["s"].data.copy_(tensor)
+
+    found = record(load, {"s": torch.ones(4, dtype=getattr(torch, held))}, {"s": (kind, (4,))})
+    assert bool(found.copies.get("s")) is is_exact
+    assert ("s" in found.refused) is not is_exact
+    if is_exact:
+        assert found.copies["s"][0].widened == dtype_named("F32")
+
+
+def test_a_scalar_that_goes_to_several_places_is_recorded_at_each() -> None:
+    import torch
+
+    def load(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+        if name == "one":
+            parameters["s"].data[1:].fill_(tensor.item())
+        else:
+            parameters["s"].data[0] = tensor
+
+    found = record(load, {"s": torch.ones(3)}, {"one": ("F32", ()), "two": ("F32", ())})
+    assert [targets(copy, 1) for copy in found.copies["one"]] == [[1], [2]]
+    assert [targets(copy, 1) for copy in found.copies["two"]] == [[0]]
+
+
+def test_the_last_of_several_small_tensors_in_one_place_is_the_one_that_is_held() -> None:
+    import torch
+
+    def load(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+        parameters["shape"].data.copy_(tensor)
+
+    found = record(load, {"shape": torch.ones(2, dtype=torch.int64)}, {"k": ("I64", (2,)), "q": ("I64", (2,))})
+    assert "same place" in found.refused["k"]
+    assert len(found.copies["q"]) == 1
+
+
+def test_large_tensors_in_exactly_one_place_are_tied_and_others_that_overlap_are_refused() -> None:
+    import torch
+
+    def load(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+        parameters["w"].data[: len(tensor)].copy_(tensor)
+
+    found = record(load, {"w": torch.ones(32)}, {"a": ("F32", (32,)), "b": ("F32", (32,))})
+    assert found.refused == {}
+    assert found.copies["a"][0].nest == found.copies["b"][0].nest
+    found = record(load, {"w": torch.ones(32)}, {"a": ("F32", (32,)), "b": ("F32", (20,))})
+    assert set(found.refused) == {"a"}
+
+
+def _zeroed(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+    parameters["w"].data.copy_(tensor.zero_())
+
+
+def _scaled(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+    parameters["w"].data.copy_(tensor * 2)
+
+
+def _added(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+    parameters["w"].data.add_(tensor)
+
+
+def _replaced(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+    parameters["w"].data.copy_(tensor)
+    parameters["w"].data = tensor.clone()
+
+
+def _viewed(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+    import torch
+
+    parameters["w"].data.view(torch.int16).copy_(tensor.view(torch.int16))
+
+
+def _failing(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+    if name == "w":
+        raise KeyError(name)
+    parameters["w"].data.copy_(tensor)
+
+
+@pytest.mark.parametrize("load", [_zeroed, _scaled, _added, _replaced, _viewed, _failing], ids=lambda load: load.__name__)
+def test_anything_but_a_copy_is_refused(load: Load) -> None:
+    import torch
+
+    found = record(load, {"w": torch.ones(4, 6)}, {"w": ("F32", (4, 6))})
+    assert set(found.refused) == {"w"}
+    assert found.copies == {}
+
+
+def test_a_loader_that_fails_for_one_tensor_goes_on_with_the_next() -> None:
+    import torch
+
+    found = record(_failing, {"w": torch.ones(2)}, {"a": ("F32", (2,)), "w": ("F32", (2,)), "z": ("F32", (3,))})
+    assert set(found.refused) == {"w", "z"}
+    assert len(found.copies["a"]) == 1
+
+
+def test_a_tensor_that_is_not_copied_is_absent() -> None:
+    import torch
+
+    def load(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+        if name == "here":
+            parameters["w"].data.copy_(tensor)
+
+    found = record(load, {"w": torch.ones(2)}, {"elsewhere": ("F32", (2,)), "here": ("F32", (2,))})
+    assert found.copies["elsewhere"] == []
+    assert found.refused == {}
