@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,12 @@ import numpy as np
 import torch
 
 from deltawire.chain.log import ChainLog
+from deltawire.delta.patch import TensorPatch
 from deltawire.dtypes import dtype_named, dtype_of_numpy
 from deltawire.engines.vllm.layout.types import ModuleRule, Nest, Placement, Scatter, TensorLayout
 from deltawire.engines.vllm.live_weights import LiveWeights
 from deltawire.engines.vllm.update_types import LiveVersion
-from deltawire.format.records.record_parts import FileEntry
+from deltawire.format.records.record_parts import CommitRef, FileEntry
 from deltawire.format.records.version_records import Commit
 from deltawire.publish import Publisher
 from deltawire.publish.writer_options import WriterOptions
@@ -51,10 +53,15 @@ class FakeLayout:
         self.memory: dict[str, torch.Tensor] = {}
         self.modules: Mapping[str, ModuleRule] = modules or {}
         self.is_valid = True
+        self.owned: dict[str, frozenset[int]] = {}
         found = {name: self._hold(name, array) for name, array in state.items() if name not in (tied or {})}
         self.tensors: Mapping[str, TensorLayout] = dict(
             sorted({**found, **{name: found[first] for name, first in (tied or {}).items()}}.items())
         )
+
+    def blocks(self) -> Mapping[str, Sequence[tuple[Nest, ...]]]:
+        whole = {name: Nest((math.prod(layout.spec.shape),), (1,), (1,)) for name, layout in self.tensors.items()}
+        return {name: [each.nests for each in layout.placements] or [(whole[name],)] for name, layout in self.tensors.items()}
 
     def is_valid_for(self, model: Any) -> bool:
         return self.is_valid
@@ -95,6 +102,8 @@ class FakeLayout:
 
     def locate(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> list[Scatter]:
         layout = self.tensors[name]
+        if not layout.placements:
+            return []
         (placement,) = layout.placements
         (nest,) = placement.nests
         if placement.unit_bits == 4:
@@ -110,6 +119,65 @@ class FakeLayout:
         return [Scatter(placement.memory, targets, values[here])]
 
 
+class HalfLayout(FakeLayout):
+    """One of two workers. It holds half of the columns of "turned", half of the rows of "direct", all of "direct.too", and "nibbles" and
+    "scale" only if it is the first.
+    """
+
+    def __init__(self, state: State, rank: int, **options: Any) -> None:
+        self._rank = rank
+        super().__init__(state, **options)
+
+    def _hold(self, name: str, array: np.ndarray[Any, Any]) -> TensorLayout:
+        spec = TensorSpec(dtype_of_numpy(array.dtype), array.shape)
+        if name == "direct.too":
+            return super()._hold(name, array)
+        if name in ("nibbles", "scale"):
+            return TensorLayout(spec, "absent") if self._rank else super()._hold(name, array)
+        rows, columns = array.shape
+        bits = torch.from_numpy(array.view(f"i{array.itemsize}").copy())
+        if name == "direct":
+            half, nest = bits.chunk(2)[self._rank], Nest((rows // 2 * columns,), (1,), (1,), self._rank * rows // 2 * columns)
+        else:
+            half = bits.chunk(2, dim=1)[self._rank].contiguous()
+            nest = Nest((rows, columns // 2), (columns, 1), (columns // 2, 1), self._rank * columns // 2)
+        self.memory[name] = half.clone().view(-1)
+        return TensorLayout(spec, "partial", (Placement((nest,), self.memory[name], 16),), reason="split")
+
+    def gather(self, name: str, *, owned_only: bool = False) -> torch.Tensor:
+        layout = self.tensors[name]
+        if layout.kind != "partial":
+            return super().gather(name)
+        whole = torch.zeros(math.prod(layout.spec.shape), dtype=torch.int16)
+        for number, placement in enumerate(layout.placements):
+            if not owned_only or number in self.owned[name]:
+                (nest,) = placement.nests
+                whole.as_strided(nest.sizes, nest.sources, nest.source_start).copy_(nest.view(placement.memory))
+        return whole.view(torch_dtype(layout.spec.dtype)).view(layout.spec.shape)
+
+    def blocks(self) -> Mapping[str, Sequence[tuple[Nest, ...]]]:
+        return {name: [] if self.tensors[name].kind == "absent" else blocks for name, blocks in super().blocks().items()}
+
+
+class KeptState:
+    """A `BaseSource` that has whole tensors."""
+
+    def __init__(self, state: State) -> None:
+        self.arrays = {name: array.copy() for name, array in state.items()}
+
+    def hold(self, wanted: TensorTable) -> str | None:
+        return None
+
+    def base(self, name: str) -> np.ndarray[Any, Any]:
+        return self.arrays[name]
+
+    def settled(self, ref: CommitRef, changes: Mapping[str, Sequence[TensorPatch]]) -> None:
+        for name, patches in changes.items():
+            for patch in patches:
+                bits = self.arrays[name].view(f"i{self.arrays[name].itemsize}").reshape(-1)
+                bits[np.asarray(patch.indices)] = patch.values.view(getattr(torch, f"int{8 * bits.itemsize}")).numpy()
+
+
 @dataclass(frozen=True)
 class FakeHop:
     base: Commit
@@ -120,7 +188,9 @@ class FakeHop:
 class FakeWorker:
     """A worker with the first version of a chain, and the chain. Files have direct and other tensors if they are `mixed`."""
 
-    def __init__(self, *, layout: Any = FakeLayout, mixed: bool = True, tied: Mapping[str, str] | None = None, **options: Any) -> None:
+    def __init__(
+        self, *, layout: Any = FakeLayout, mixed: bool = True, tied: Mapping[str, str] | None = None, adopt: bool = True, **options: Any
+    ) -> None:
         self._rng = np.random.default_rng(1)
         self.state = first_state(self._rng)
         self.state |= {name: self.state[first].copy() for name, first in (tied or {}).items()}
@@ -131,8 +201,10 @@ class FakeWorker:
         self.layout: FakeLayout = self.new_layout(self.state)
         table: TensorTable = {name: TensorSpec(dtype_of_numpy(array.dtype), array.shape) for name, array in sorted(self.state.items())}
         self.weights = LiveWeights(None, lambda _: self.layout, threads=1, **options)
-        self.weights.learn(table)
-        self.weights.adopt(self._version(self.commits[0]))
+        self.table = table
+        if adopt:
+            self.weights.learn(table)
+            self.weights.adopt(self.version)
 
     def _publish(self) -> Commit:
         self.publisher.publish(self.state)
@@ -140,7 +212,10 @@ class FakeWorker:
         assert head is not None
         return head
 
-    def _version(self, commit: Commit) -> LiveVersion:
+    @property
+    def version(self) -> LiveVersion:
+        """The newest version."""
+        commit = self.commits[-1]
         assert commit.digest is not None
         return LiveVersion(ChainLog(self._store).ref(commit), commit.digest)
 

@@ -102,6 +102,9 @@ class FirstVersion:
         self._tensors = read_checkpoint(checkpoint)
         self.asked: set[str] = set()
 
+    def hold(self, wanted: TensorTable) -> str | None:
+        return None
+
     def base(self, name: str) -> Any:
         self.asked.add(name)
         return self._tensors[name]

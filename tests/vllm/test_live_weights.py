@@ -19,13 +19,15 @@ sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
 from emulator.build import compiler  # noqa: E402
 from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
-from fake_layout import FakeLayout, FakeWorker, State, alone  # noqa: E402
+from fake_layout import FakeLayout, FakeWorker, HalfLayout, KeptState, State, alone  # noqa: E402
 
+from deltawire.delta.grouped_plan import resolve_together  # noqa: E402
 from deltawire.engines.vllm import layout_update  # noqa: E402
 from deltawire.engines.vllm.layout.types import ModuleRule  # noqa: E402
 from deltawire.engines.vllm.layout_update import LayoutUpdate  # noqa: E402
+from deltawire.engines.vllm.live_weights import LiveWeights  # noqa: E402
 from deltawire.engines.vllm.update_types import SwapOutcome  # noqa: E402
-from deltawire.errors import BaseMismatch, CorruptDelta, EngineQuarantined, EngineRefused, TensorsTied  # noqa: E402
+from deltawire.errors import BaseMismatch, CorruptDelta, EngineQuarantined, EngineRefused, ResultMismatch, TensorsTied  # noqa: E402
 
 
 @pytest.fixture(params=["host", "gpu"])
@@ -82,6 +84,32 @@ def test_temporary_tensors_are_freed_when_their_file_is_decoded(worker: FakeWork
     assert worker.held() == worker.expected()
 
 
+def test_a_gpu_decodes_files_of_direct_tensors_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler() is None:
+        pytest.skip("needs a C++ compiler to emulate a GPU")
+    together: list[int] = []
+
+    def counted(plans: Any, *arguments: Any) -> Any:
+        together.append(len(plans))
+        return resolve_together(plans, *arguments)
+
+    monkeypatch.setattr(layout_update, "resolve_together", counted)
+    with emulated(EmulatedGpu()):
+        worker = FakeWorker(mixed=False)
+        assert swap(worker, worker.step()).outcome == "made"
+        assert together == [2]
+        assert worker.held() == worker.expected()
+        hop, old = worker.step(), worker.held()
+        damaged = [entry for entry in hop.files if entry.first == 0]
+        with pytest.raises((CorruptDelta, BaseMismatch, ResultMismatch)):
+            worker.weights.stage(hop, lambda entry: flip_last(worker.read(entry)) if entry in damaged else worker.read(entry))
+        assert worker.held() == old
+
+
+def flip_last(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
 def test_a_hop_without_files_only_changes_the_label(worker: FakeWorker) -> None:
     old = worker.held()
     hop = worker.step(lambda state: None)
@@ -132,7 +160,7 @@ def test_damaged_and_foreign_deltas_are_refused(worker: FakeWorker) -> None:
 # Faults in the transaction
 
 
-def fail(*_: Any) -> None:
+def fail(*_: Any, **__: Any) -> None:
     raise RuntimeError("injected")
 
 
@@ -154,9 +182,9 @@ FAULTS: dict[str, Fault] = {
 _apply = LayoutUpdate.apply
 
 
-def once(method: Callable[[Any], None]) -> Callable[[Any], None]:
+def once(method: Callable[..., None]) -> Callable[..., None]:
     calls = iter([fail])
-    return lambda self: next(calls, method)(self)
+    return lambda self, **options: next(calls, method)(self, **options)
 
 
 def apply_and_fail(update: LayoutUpdate) -> None:
@@ -203,6 +231,13 @@ def test_a_failed_revert_quarantines(worker: FakeWorker, monkeypatch: pytest.Mon
     assert found.outcome == "quarantined"
     assert found.error is not None
     assert "injected" in found.error
+
+
+def test_a_revert_that_does_nothing_is_noticed(worker: FakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    hop = worker.step()
+    monkeypatch.setattr(LayoutUpdate, "apply", apply_and_fail)
+    monkeypatch.setattr(LayoutUpdate, "revert", lambda update: None)
+    assert swap(worker, hop).outcome == "quarantined"
 
 
 def test_moved_memory_is_refused(worker: FakeWorker) -> None:
@@ -287,6 +322,29 @@ def test_all_workers_undo_a_swap_that_one_of_them_fails(step: str, monkeypatch: 
         again = [worker.weights.stage(hop, worker.read) for worker, hop in zip(workers, hops, strict=True)]
         assert Ranks(3).swap(workers, again) == ["made"] * 3
         assert all(worker.held() == worker.expected() for worker in workers)
+
+
+def test_two_workers_with_halves_of_tensors_follow_a_chain() -> None:
+    workers = [FakeWorker(layout=functools.partial(HalfLayout, rank=rank), adopt=False) for rank in range(2)]
+    kept = [KeptState(worker.state) for worker in workers]
+    held = [worker.layout.blocks() for worker in workers]
+    for rank, worker in enumerate(workers):
+        worker.weights = LiveWeights(None, lambda _, worker=worker: worker.layout, source=kept[rank], threads=1)  # type: ignore[misc]
+        worker.weights.learn(worker.table, lambda _, rank=rank: (held, rank))  # type: ignore[misc]
+    for name in ("direct.too", "turned"):  # a wrong element of any worker, also of one that another worker owns, is noticed or not owned
+        workers[1].layout.memory[name][3] ^= 1
+        total = workers[0].weights.digest().owned + workers[1].weights.digest().owned
+        assert (total == workers[0].version.digest) == (name == "direct.too")
+        workers[1].layout.memory[name][3] ^= 1
+    assert workers[0].weights.digest().owned + workers[1].weights.digest().owned == workers[0].version.digest
+    for worker in workers:
+        worker.weights.label(worker.version)
+    for _ in range(3):
+        hops = [worker.step() for worker in workers]
+        staged = [worker.weights.stage(hop, worker.read) for worker, hop in zip(workers, hops, strict=True)]
+        assert Ranks(2).swap(workers, staged) == ["made"] * 2
+        assert all(worker.held() == worker.expected() for worker in workers)
+        assert workers[0].weights.digest().owned + workers[1].weights.digest().owned == workers[0].version.digest
 
 
 # Names that share memory, and modules

@@ -9,6 +9,11 @@ In vLLM's processes, in the order in which an update passes through them:
     staging.py        finds out what differs between the version that a worker has and the next one
     live_weights.py   a worker's weights at a version; decodes updates against them, and writes them in one transaction
     layout_update.py  one such update: decoded, written, undone
+    live_updates.py   such updates as the backend offers them: learn the layout, adopt a version, prepare, swap
+    live_staging.py   stages them on a separate thread
+    held_bases.py     tensors that a worker cannot read from its memory
+    ownership.py      which worker digests which elements
+    ranks.py          what the workers tell each other
     element_map.py    where a model keeps the elements of a checkpoint; writes changed elements there
     loading.py        loads weights through the model's own loaders: single tensors, or everything anew
     read_back.py      reads weights back through the same loaders, and compares them

@@ -1,15 +1,23 @@
 """The weight-transfer backend `deltawire`: one object in each worker of a vLLM server.
 
-    POST /init_weight_transfer_engine {"init_info": {"mirror": DIR, "url": URL, …}}
+    POST /init_weight_transfer_engine {"init_info": {"mirror": DIR, "spool": DIR, "url": URL, …}}
+    POST /collective_rpc {"method": "deltawire_learn", "args": [FILE]}           once: learns the layout of the model
+    POST /collective_rpc {"method": "deltawire_adopt", "args": [COMMIT]}         if the loaded weights are those of a version
     POST /collective_rpc {"method": "deltawire_prepare", "args": [SEQ]}          at any time: stages in the background
+    POST /collective_rpc {"method": "deltawire_swap", …}                         all in one call (engine_core.py); or these:
     POST /pause, /start_weight_update
     POST /update_weights {"update_info": {"seq": SEQ}}
     POST /finish_weight_update {"weight_version": "SEQ"}, /resume
 
-**What an update writes.** Usually it writes only the elements that changed, at the positions where the model's loaders have put them
-(element_map.py). It loads everything in these cases: it is the first update after the start, because the version that the server loaded is
-unknown; it says `"anew": true`; it changes a tensor that is not in place (read_back.py); or the model holds tensors that were computed from
-its weights, such as the absorbed projections of MLA. An update that was not prepared is staged within the pause, which takes longer.
+**Updates of live memory.** If there is a spool, the layout was learnt and the version of the weights is known, deltas are decoded against
+the weights where they are (live_updates.py). Nothing is loaded, and a failed write is undone. The status says whether updates are made
+this way (`live`), and if not, `why_not`. All other updates come from the mirror, as follows.
+
+**What an update from the mirror writes.** Usually it writes only the elements that changed, at the positions where the model's loaders
+have put them (element_map.py). It loads everything in these cases: it is the first update after the start, because the version that the
+server loaded is unknown; it says `"anew": true`; it changes a tensor that is not in place (read_back.py); or the model holds tensors that
+were computed from its weights, such as the absorbed projections of MLA. An update that was not prepared is staged within the pause, which
+takes longer.
 
 **What is confirmed.** When the server starts, the backend reads the loaded weights back, to learn which tensors are in place. After
 everything was loaded anew, each tensor in place is read back through the model's own loaders and compared, bit for bit, with the mirror,
@@ -26,7 +34,7 @@ the server stays paused until a client resumes it. Quarantined workers accept on
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,11 +44,23 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.logger import init_logger
 
 from ...chain.reader_options import ReaderOptions
-from ...errors import EngineError, EngineQuarantined, EngineRefused
+from ...errors import CorruptRecord, EngineError, EngineQuarantined, EngineRefused
+from ...format.checkpoints.checkpoint import Checkpoint
+from ...format.records.canonical import Fields
+from ...format.records.record_parts import CommitRef
+from ...subscribe.tensor_table import TensorTable
 from . import OLDEST_VLLM, loading
 from .element_map import ElementMap, MappedChanges
+from .held_bases import HeldBases
+from .layout.types import ModuleRule
+from .layout_update import Layout
+from .live_updates import LiveUpdates
+from .live_weights import Confirm, LiveWeights
+from .ranks import failed_ranks, raises_for_all
 from .read_back import read_back
+from .recompute import recompute
 from .staging import Change, HeldVersion, StagedUpdate, Stager
+from .update_types import Outcome
 
 logger = init_logger("vllm.deltawire")
 
@@ -52,7 +72,9 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     Parameters
     ----------
     mirror
-        The directory of the mirror, which all workers of a host share.
+        The directory of the mirror, which all workers of a host share. None if versions come only from the spool.
+    spool
+        The directory of the spool, which all workers of a host share. None if versions come only from the mirror.
     url
         The location of the chain. The workers then bring the mirror to the requested versions themselves. Without it, another process does,
         such as `deltawire sidecar`.
@@ -61,16 +83,18 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     trusted_keys
         Public keys. Records that none of them signed are refused.
     confirm
-        What is read back after each update: "written" or "everything".
+        What is read back after each update. "auto" reads the elements that were written, and digests the tensors in checkpoint layout,
+        within the swap if that is quick. "written" digests them after the swap. "everything" reads all tensors within the swap.
     threads
-        Number of threads for decoding and comparing. None means one per core.
+        Number of threads for decoding and comparing. None means one per core; for decoding in the memory of a CPU server, it means one.
     """
 
-    mirror: str
+    mirror: str | None = None
+    spool: str | None = None
     url: str | None = None
     run: str | None = None
     trusted_keys: list[str] = field(default_factory=list)
-    confirm: str = "written"
+    confirm: str = "auto"
     threads: int | None = None
 
 
@@ -104,6 +128,9 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._info: InitInfo | None = None
         self._stager: Stager | None = None
         self._live: HeldVersion | None = None
+        self._weights: LiveWeights | None = None
+        self._updates: LiveUpdates | None = None
+        self._bases = HeldBases(lambda: Checkpoint(Path(self.model_config.model)))
         self._in_place: set[str] = set()
         self._element_map: ElementMap | None = None
         self._transformed: set[str] = set()
@@ -118,14 +145,21 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Set where versions come from. The same settings again change nothing. Other settings make the next update load everything."""
-        if init_info.confirm not in ("written", "everything"):
-            self._raise(EngineRefused, f'confirm must be "written" or "everything", not {init_info.confirm!r}')
+        if init_info.confirm not in ("auto", "written", "everything"):
+            self._raise(EngineRefused, f'confirm must be "auto", "written" or "everything", not {init_info.confirm!r}')
+            return
+        if init_info.mirror is None and init_info.spool is None:
+            self._raise(EngineRefused, "name a mirror or a spool, where versions come from")
             return
         if init_info == self._info:
             return
         self.shutdown()
         options = ReaderOptions(run=init_info.run, trusted_keys=tuple(init_info.trusted_keys))
-        self._stager = Stager(Path(init_info.mirror), init_info.url, options, init_info.threads, self._map_changes)
+        if init_info.mirror is not None:
+            self._stager = Stager(Path(init_info.mirror), init_info.url, options, init_info.threads, self._map_changes)
+        if init_info.spool is not None:
+            self._weights = self._live_weights(init_info)
+            self._updates = LiveUpdates(self._weights, Path(init_info.spool))
         self._info = init_info
 
     def start_weight_update(self) -> None:
@@ -140,11 +174,17 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         """Bring this worker to a version, together with all other workers. Raises, in the last worker, if any worker failed."""
         began = time.perf_counter()
         staged, self._error = None, None
+        if self._is_live(anew=update_info.anew):
+            found = self._swap_live(update_info.seq)
+            if found != "made":
+                kind = EngineQuarantined if found == "quarantined" else EngineRefused
+                self._raise(kind, f"the workers did not take commit {update_info.seq}")
+            return
         try:
             staged = self._take(update_info)
         except Exception as error:
             self._record(error)
-        if failed := _failed_ranks(staged is None):
+        if failed := failed_ranks(staged is None):
             if staged is not None:
                 staged.target.release()
             self._raise(EngineRefused, f"workers {failed} do not have commit {update_info.seq}: nothing was changed")
@@ -157,13 +197,16 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             self._record(error)
         self._last["stage_ms"] = (taken - began) * 1e3
         self._last["total_ms"] = (time.perf_counter() - began) * 1e3
-        if failed := _failed_ranks(self._error is not None):
+        if failed := failed_ranks(self._error is not None):
             self._quarantine(staged)
             self._raise(EngineQuarantined, f"workers {failed} failed to take commit {update_info.seq}")
             return
         before, self._live, self._is_quarantined = self._live, staged.target, False
         if before is not None and self._stager is not None:
             self._stager.release(before)  # not here: the server waits, and unmapping gigabytes takes longer than the write
+        if self._updates is not None:
+            self._bases.take(staged.target.weights)
+            self._updates.adopt_later(staged.target.ref)
 
     def finish_weight_update(self) -> None:
         """Raise, in the last worker, if the weights are in an unknown state."""
@@ -178,36 +221,159 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if self._live is not None:
             self._live.release()
             self._live = None
+        if self._updates is not None:
+            self._updates.close()
+            self._updates = None
         self._info = None
 
-    # /collective_rpc calls the next two methods. They never raise, because that would confuse vLLM's executor (see `_raises_for_all`)
+    # /collective_rpc calls the next methods. They never raise, because that would confuse vLLM's executor (see `raises_for_all`)
+
+    def learn(self, table: str) -> dict[str, Any]:
+        """Learn where the model keeps the tensors of a chain, and digest them. Returns the status.
+
+        Parameters
+        ----------
+        table
+            The file with the names, types and shapes of the chain's tensors (`DeltaSpool.table_path`).
+        """
+        if self._updates is not None:
+            self._updates.learn(Path(table))
+        return self.status()
+
+    def adopt(self, ref: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the weights for those of a version, if their digest is that of the version. Returns the status, whose `seq` tells.
+
+        Parameters
+        ----------
+        ref
+            The commit of the version, as `CommitRef.plain` returns it.
+        """
+        if self._updates is not None:
+            try:
+                self._updates.adopt(CommitRef.of(Fields(dict(ref), "commit reference")))
+            except CorruptRecord as error:
+                self._record(error)
+            self._is_quarantined = self._is_quarantined and self._updates.weights.version is None
+        return self.status()
 
     def prepare(self, seq: int) -> dict[str, Any]:
-        """Begin to stage a version. Returns the status."""
-        if self._stager is not None:
+        """Begin to stage a version. Returns the status.
+
+        Parameters
+        ----------
+        seq
+            The number of the version's commit.
+        """
+        if self._updates is not None and self._is_live():
+            self._updates.prepare(int(seq))
+        elif self._stager is not None:
             self._stager.prepare(int(seq), self._live)
         return self.status()
 
+    def swap(self, seq: int, anew: bool = False) -> dict[str, Any]:
+        """Bring this worker to a version, together with all other workers. Returns the status, and the `outcome`.
+
+        Parameters
+        ----------
+        seq
+            The number of the version's commit.
+        anew
+            True to load all weights, even if the worker's version is known.
+        """
+        self._error = None
+        try:
+            outcome: Outcome = "made"
+            if self._is_live(anew=anew):
+                outcome = self._swap_live(int(seq))
+            else:
+                self.receive_weights(UpdateInfo(int(seq), bool(anew)))
+        except EngineError as error:  # only the last worker raises, but all know of the failure
+            self._error = self._error or str(error)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        status = self.status()
+        if status["quarantined"]:
+            outcome = "quarantined"
+        elif status["seq"] != int(seq):
+            outcome = "refused"
+        return {**status, "outcome": outcome}
+
+    def forget(self) -> None:
+        """Forget the version, because the weights were discarded or changed by other code."""
+        if self._updates is not None:
+            self._updates.forget()
+        elif self._weights is not None:
+            self._weights.forget()
+        if self._live is not None and self._stager is not None:
+            self._stager.release(self._live)
+        self._live = None
+
     def status(self) -> dict[str, Any]:
         """Return the state of this worker, in JSON's types."""
-        stager = self._stager
+        stager, updates = self._stager, self._updates
+        version = None if self._weights is None else self._weights.version
+        live = updates if self._is_live() else None
         return {
-            "initialised": stager is not None,
-            "seq": None if self._live is None else self._live.seq,
-            "staged": None if stager is None else stager.staged,
-            "staging_error": None if stager is None else stager.error,
-            "quarantined": self._is_quarantined,
+            "initialised": self._info is not None,
+            "seq": self._live.seq if self._live is not None else None if version is None else version.ref.seq,
+            "staged": live.staged if live is not None else None if stager is None else stager.staged,
+            "staging_error": live.staging_error if live is not None else None if stager is None else stager.error,
+            "quarantined": self._is_quarantined or (self._weights is not None and self._weights.is_quarantined),
             "error": self._error,
             "transformed": len(self._transformed),
             "derived": len(self._derived),
             "last": dict(self._last),
+            "kept_bytes": self._bases.nbytes,
+            **({"live": False} if updates is None else updates.status()),
         }
 
-    # An update
+    # Updates of live memory
+
+    def _live_weights(self, info: InitInfo) -> LiveWeights:
+        """Return the weights with new settings. Their layout and version stay."""
+        threads = 1 if info.threads is None and self.device.type == "cpu" else info.threads
+        if self._weights is None:
+            return LiveWeights(
+                self.model,
+                self._learn_model_layout,
+                source=self._bases,
+                recompute=self._recompute,
+                confirm=_confirm(info),
+                threads=threads,
+            )
+        self._weights.set(confirm=_confirm(info), threads=threads)
+        return self._weights
+
+    def _learn_model_layout(self, table: TensorTable) -> Layout:
+        from .layout.model_layout import learn_layout
+
+        return learn_layout(self.model, self.vllm_config, table)
+
+    def _recompute(self, rules: Sequence[ModuleRule]) -> None:
+        recompute(self.model, self.model_config, rules)
+
+    def _is_live(self, *, anew: bool = False) -> bool:
+        """Return whether the next update is decoded against live memory. It is the same in all workers."""
+        return self._updates is not None and self._updates.is_ready and not anew and not self._is_quarantined
+
+    def _swap_live(self, seq: int) -> Outcome:
+        assert self._updates is not None
+        found = self._updates.swap(seq)
+        self._error, self._last = found.error, {**found.times, "loaded_anew": 0}
+        if found.outcome == "quarantined":
+            self._is_quarantined = True
+        if found.outcome != "refused" and self._live is not None and self._stager is not None:
+            self._stager.release(self._live)  # the mirror's version is no longer that of the weights
+            self._live = None
+        return found.outcome
+
+    # An update from the mirror
 
     def _take(self, info: UpdateInfo) -> StagedUpdate:
-        if self._stager is None:
+        if self._info is None:
             raise EngineError("the weight transfer was not initialised: POST /init_weight_transfer_engine first.")
+        if self._stager is None:
+            raise EngineRefused("the version of the weights is unknown, and there is no mirror to load it from.")
         if self._is_quarantined and not info.anew:
             raise EngineQuarantined("the last update failed, so only an update that loads everything (`anew`) is accepted.")
         return self._stager.take(info.seq, self._live)
@@ -291,13 +457,15 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if self._live is not None:
             self._live.release()
         self._live, self._is_quarantined = None, True
+        if self._updates is not None:
+            self._updates.forget()
 
     def _record(self, error: Exception) -> None:
         logger.exception("deltawire: an update failed")
         self._error = f"{type(error).__name__}: {error}"
 
     def _raise(self, kind: type[EngineError], message: str) -> None:
-        if _raises_for_all():
+        if raises_for_all():
             raise kind(f"{message}. {self._error or ''}".rstrip())
 
 
@@ -311,36 +479,13 @@ def _computed_tensors(model: Any) -> set[str]:
     }
 
 
-def _failed_ranks(failed: bool) -> list[int]:
-    """Tell the other workers whether this one failed. Returns the ranks of all workers that did.
-
-    Every worker of the server must call it, because each call waits for all of them.
-    """
-    from vllm.distributed.parallel_state import get_world_group
-
-    group = get_world_group()
-    if group.world_size == 1:
-        return [0] if failed else []
-    flags = torch.zeros(group.world_size, dtype=torch.int32)
-    flags[group.rank_in_group] = int(failed)
-    torch.distributed.all_reduce(flags, group=group.cpu_group)
-    return [int(rank) for rank in flags.nonzero().flatten()]
-
-
-def _raises_for_all() -> bool:
-    """Return whether this worker raises an error that all workers have agreed on. It is the last worker.
-
-    vLLM's executor reads the answers of its workers in order and stops at the first failure. It would take the answers that it left unread
-    for answers to the next call. If only the last worker fails, no answer is left.
-    """
-    from vllm.distributed.parallel_state import get_world_group
-
-    group = get_world_group()
-    return bool(group.rank_in_group == group.world_size - 1)
+def _confirm(info: InitInfo) -> Confirm:
+    return "everything" if info.confirm == "everything" else "written" if info.confirm == "written" else "auto"
 
 
 def _add_rpc_methods() -> None:
     """Add methods for /collective_rpc, because vLLM has no routes to prepare an update, to get its status, or to abandon it."""
+    from vllm.config import set_current_vllm_config
     from vllm.v1.worker.gpu_worker import Worker
 
     def deltawire_status(worker: Any) -> dict[str, Any]:
@@ -353,6 +498,24 @@ def _add_rpc_methods() -> None:
         worker._weight_update_active = False
         return deltawire_status(worker)
 
+    def deltawire_learn(worker: Any, table: str) -> dict[str, Any]:
+        with set_current_vllm_config(worker.vllm_config):
+            return dict(worker.weight_transfer_engine.learn(table))
+
+    def deltawire_adopt(worker: Any, ref: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(worker.weight_transfer_engine.adopt(ref))
+
+    def deltawire_swap(worker: Any, seq: int, anew: bool = False) -> dict[str, Any]:
+        worker._weight_update_active = False  # an update by vLLM's routes may have been begun and abandoned
+        with set_current_vllm_config(worker.vllm_config):
+            answer = dict(worker.weight_transfer_engine.swap(seq, anew))
+        if answer["outcome"] == "made":
+            worker.model_runner.reset_lora_state()
+        return answer
+
     Worker.deltawire_status = deltawire_status
+    Worker.deltawire_learn = deltawire_learn
+    Worker.deltawire_adopt = deltawire_adopt
+    Worker.deltawire_swap = deltawire_swap
     Worker.deltawire_prepare = deltawire_prepare
     Worker.deltawire_settle = deltawire_settle

@@ -17,18 +17,23 @@ from numpy.typing import NDArray
 
 from ...codec.base import Resolution
 from ...codec.bits import Bits, Indices, on_gpu
+from ...delta.grouped_plan import GroupedPlan, resolve_together
 from ...delta.patch import TensorPatch
-from ...delta.plan import Plan, cover, itemsizes_of, resolve_plan
+from ...delta.plan import Plan, check_base, check_digests, cover, itemsizes_of, resolve_plan
 from ...delta.resolve import plan_delta
 from ...errors import CorruptDelta, EngineRefused, ResultMismatch, TensorsTied
 from ...format import delta_file
 from ...format.delta_file import Coverage, DeltaBytes
 from ...format.digest import Digest
 from ...format.records.record_parts import CommitRef
+from ...subscribe.tensor_table import TensorTable
 from ...tensors.gpu_handover import on_side_stream
 from ...tensors.state import codec_for, state_digest, thread_count
 from ...tensors.torch_types import gpu_of, to_torch, torch_dtype
-from .layout.types import ModuleRule, Scatter, TensorLayout
+from .layout.types import ModuleRule, Nest, Scatter, TensorLayout
+
+_TOGETHER = 16
+"""The number of files that a GPU decodes with one call."""
 
 Changes = tuple[torch.Tensor, torch.Tensor]
 """Flat indices of changed elements (int64), and their new bits as signed integers."""
@@ -43,6 +48,11 @@ class Layout(Protocol):
     @property
     def modules(self) -> Mapping[str, ModuleRule]: ...
 
+    @property
+    def owned(self) -> dict[str, frozenset[int]]: ...
+
+    def blocks(self) -> Mapping[str, Sequence[tuple[Nest, ...]]]: ...
+
     def is_valid_for(self, model: Any) -> bool: ...
 
     def gather(self, name: str, *, owned_only: bool = False) -> torch.Tensor: ...
@@ -53,12 +63,16 @@ class Layout(Protocol):
 class BaseSource(Protocol):
     """Has the tensors that a worker cannot read from its own memory."""
 
+    def hold(self, wanted: TensorTable) -> str | None:
+        """Get hold of these tensors, and of no others. Returns why that is impossible, or None."""
+        ...
+
     def base(self, name: str) -> torch.Tensor | NDArray[Any]:
         """Return the whole tensor of the live version in checkpoint layout."""
         ...
 
-    def settled(self, ref: CommitRef, changes: Mapping[str, TensorPatch]) -> None:
-        """Note that a swap to a version is confirmed, and what it changed."""
+    def settled(self, ref: CommitRef, changes: Mapping[str, Sequence[TensorPatch]]) -> None:
+        """Note that a swap to a version is confirmed, and what it changed. It must return at once: the server waits."""
         ...
 
 
@@ -81,7 +95,9 @@ class LayoutUpdate:
         self._threads = thread_count(threads)
         self._tied = tied_tensors(layout.tensors)
         self._direct: Resolution | None = None
-        """The changes of files that change only direct tensors."""
+        """The changes of files that change only direct tensors, if they are decoded one by one."""
+        self._waiting: list[GroupedPlan] = []
+        """Files that change only direct tensors, and are not decoded yet."""
         self._patches: list[Resolution] = []
         """All changes that are swapped by a codec: the above, and those of direct tensors whose files also change other tensors."""
         self._scatters: list[Scatter] = []
@@ -100,14 +116,15 @@ class LayoutUpdate:
         """The changes of tensors that came from the source. A tensor may change in several files."""
         self.direct_change = Digest()
         """The difference that the update makes to the digest of all direct tensors."""
-        self.other_change = Digest()
-        """The difference that it makes to the digest of all other tensors."""
+        self.mapped_change = Digest()
+        """The difference that it makes to the digest of all mapped tensors."""
 
     def add(self, names: Sequence[str], delta: DeltaBytes) -> tuple[Digest, Digest]:
         """Decode a file of a delta against the live weights. Changes nothing. Returns the digests of these tensors before and after.
 
-        A GPU works on a separate stream, so that generation goes on. Raises as `PreparedUpdate.add` does, and `EngineRefused` if the base
-        of a tensor is not at hand. After an error the update must not be used.
+        A GPU works on a separate stream, so that generation goes on. It decodes several files of direct tensors at once: `complete` decodes
+        the last ones, and raises their errors. Raises as `PreparedUpdate.add` does, and `EngineRefused` if the base of a tensor is not at
+        hand. After an error the update must not be used.
 
         Parameters
         ----------
@@ -127,14 +144,18 @@ class LayoutUpdate:
                 self._add_direct(plan)
                 self.direct_change += file.after - file.before
             else:
-                other = self._add_mixed(plan, bases)
-                self.other_change += other
-                self.direct_change += file.after - file.before - other
+                self._add_mixed(plan, bases)
             wait()
         return file.before, file.after
 
     def complete(self) -> None:
-        """Free all memory that only `add` needs. Raises `TensorsTied` if names that share memory change in different ways."""
+        """Decode what is left, and free all memory that only `add` needs.
+
+        Raises as `add` does, and `TensorsTied` if names that share memory change in different ways.
+        """
+        with on_side_stream(_some_memory(self._layout.tensors)) as wait:
+            self._resolve_waiting()
+            wait()
         for name, first in self._tied.items():
             one, other = (self._tied_changes.get(each, []) for each in (first, name))
             if not _are_same(one, other):
@@ -166,13 +187,18 @@ class LayoutUpdate:
             self._swapped -= 1
             patch.exchange()
 
-    def check(self) -> None:
-        """Raise `ResultMismatch` unless the scattered elements have the values that were written last.
+    def check(self, *, new: bool) -> None:
+        """Raise `ResultMismatch` unless the scattered elements have their new values, or else their old ones.
 
         The elements of direct tensors are not compared: a swapped patch has the values that it replaced. Their digest shows them.
+
+        Parameters
+        ----------
+        new
+            Whether they should have their new values. Elements that were never written are not compared with their old ones.
         """
         with torch.no_grad():
-            expected = [(scatter, scatter.new if self.is_applied else scatter.old) for scatter in self._scatters]
+            expected = [(scatter, scatter.new if new else scatter.old) for scatter in self._scatters]
             verdicts = [(_read(scatter) == values).all() for scatter, values in expected if values is not None]
         if verdicts and not bool(torch.stack(verdicts).all()):
             raise ResultMismatch("some written elements have wrong values.")
@@ -184,12 +210,9 @@ class LayoutUpdate:
             return layout.direct
         if layout.kind == "mapped":
             return self._layout.gather(name)
-        if self._source is None:
-            raise EngineRefused(f"the worker cannot read tensor {name!r} from its memory: {layout.reason or layout.kind}")
-        found = self._source.base(name)
-        own = found if isinstance(found, torch.Tensor) else to_torch(found)
-        memory = next(iter(_some_memory(self._layout.tensors).values()), own)
-        return own.to(memory.device, copy=True)
+        found = base_of(layout, name, self._source)
+        memory = next(iter(_some_memory(self._layout.tensors).values()), found)
+        return found.to(memory.device, copy=True)
 
     def _is_plain(self, name: str) -> bool:
         """Return whether a tensor is direct, and the codec writes it by itself."""
@@ -203,17 +226,40 @@ class LayoutUpdate:
 
     def _add_direct(self, plan: Plan) -> None:
         codec = codec_for(plan.tensors)
+        if codec.prefers_whole_state and isinstance(plan, GroupedPlan):
+            self._waiting.append(plan)
+            if len(self._waiting) == _TOGETHER:
+                self._resolve_waiting()
+            return
         if self._direct is None:
             self._direct = codec.deferred_resolution(self._threads)
         plan.writes[:] = True
         resolve_plan(plan, self._direct, codec, self._threads, None)
         self._note(plan)
 
-    def _add_mixed(self, plan: Plan, bases: Mapping[str, torch.Tensor]) -> Digest:
-        """Decode a file, and list the changes that the codec does not write.
+    def _resolve_waiting(self) -> None:
+        """Decode several files with one call of the codec."""
+        plans, self._waiting = self._waiting, []
+        if not plans:
+            return
+        codec = codec_for(plans[0].tensors)
+        resolution = codec.deferred_resolution(self._threads)
+        for plan in plans:
+            plan.writes[:] = True
+        try:
+            digests = resolve_together(plans, resolution, codec, self._threads)
+        except CorruptDelta:  # decoded against wrong weights, a valid delta can look corrupt
+            for plan in plans:
+                check_base(plan, codec, self._threads)
+            raise
+        for plan, (before, after) in zip(plans, digests, strict=True):
+            check_digests(plan, before, after)
+            self._note(plan)
+        resolution.compact()
+        self._patches.append(resolution)
 
-        Returns the difference that it makes to the digest of tensors that are not direct.
-        """
+    def _add_mixed(self, plan: Plan, bases: Mapping[str, torch.Tensor]) -> None:
+        """Decode a file, and list the changes that the codec does not write."""
         codec = codec_for(plan.tensors)
         on_device = any(gpu_of(base) is not None for base in bases.values())
         if on_device:  # the host's codec would keep what is not written, and lists take no more memory there
@@ -222,17 +268,19 @@ class LayoutUpdate:
         resolve_plan(plan, resolution, codec, self._threads, None)
         listed = np.flatnonzero((plan.changed[: len(plan.tensors)] > 0) & ~plan.writes).tolist()
         found = resolution.changes(plan.numbers[listed].tolist())
-        others = {name: bases[name] for name in {plan.tensors[number].name for number in listed} if not self._is_direct(name)}
-        before = state_digest(others, threads=self._threads)
+        temporary = {name: bases[name] for name in {plan.tensors[number].name for number in listed} if not self._is_direct(name)}
+        mapped = {name: tensor for name, tensor in temporary.items() if self._layout.tensors[name].kind == "mapped"}
+        before, mapped_before = (state_digest(each, threads=self._threads) for each in (temporary, mapped))
         for number, (indices, bits) in zip(listed, found, strict=True):
             tensor = plan.tensors[number]
-            self._add_changes(tensor.name, _changes(indices, bits, tensor.start), others.get(tensor.name))
-        after = state_digest(others, threads=self._threads)
+            self._add_changes(tensor.name, _changes(indices, bits, tensor.start), temporary.get(tensor.name))
+        after, mapped_after = (state_digest(each, threads=self._threads) for each in (temporary, mapped))
+        self.mapped_change += mapped_after - mapped_before
+        self.direct_change += plan.file.after - plan.file.before - (after - before)
         if plan.writes.any():
             resolution.compact()
             self._patches.append(resolution)
         self._note(plan)
-        return after - before
 
     def _is_direct(self, name: str) -> bool:
         return self._layout.tensors[name].direct is not None
@@ -265,6 +313,16 @@ class LayoutUpdate:
         self.touched.update(plan.tensors[number].name for number in np.flatnonzero(changed).tolist())
         self.changed += int(changed.sum())
         self.nbytes += int((np.where(plan.writes, changed, 0) * (4 + itemsizes_of(plan.tensors))).sum())
+
+
+def base_of(layout: TensorLayout, name: str, source: BaseSource | None) -> torch.Tensor:
+    """Return a tensor that the worker cannot read from its own memory. Raises `EngineRefused` if there is no source for it."""
+    if 0 in layout.spec.shape:
+        return torch.empty(layout.spec.shape, dtype=torch_dtype(layout.spec.dtype))
+    if source is None:
+        raise EngineRefused(f"the worker cannot read tensor {name!r} from its memory: {layout.reason or layout.kind}")
+    found = source.base(name)
+    return found if isinstance(found, torch.Tensor) else to_torch(found)
 
 
 def tied_tensors(tensors: Mapping[str, TensorLayout]) -> dict[str, str]:

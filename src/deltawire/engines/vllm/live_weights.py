@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -16,15 +17,15 @@ import torch
 
 from ...errors import BaseMismatch, ChainBroken, EngineQuarantined, EngineRefused, ResultMismatch
 from ...format.delta_file import DeltaBytes
-from ...format.digest import Digest
+from ...format.digest import Digest, TensorKeys
 from ...format.records.record_parts import FileEntry, record_hash
 from ...format.records.version_records import Commit
-from ...subscribe.tensor_table import TensorTable
+from ...subscribe.tensor_table import TensorSpec, TensorTable
 from ...tensors.gpu_handover import on_side_stream
 from ...tensors.state import state_digest
-from ...tensors.torch_types import to_torch
 from .layout.types import ModuleRule
-from .layout_update import BaseSource, Layout, LayoutUpdate
+from .layout_update import BaseSource, Layout, LayoutUpdate, base_of
+from .ownership import Blocks, Owned, find_owned
 from .update_types import Agree, Digests, LiveVersion, Outcome, StagedUpdate, SwapOutcome
 
 logger = logging.getLogger("vllm.deltawire")
@@ -91,33 +92,54 @@ class LiveWeights:
         """Whether the weights are in an unknown state."""
         self.is_unconfirmed = False
         """Whether the direct tensors were written, but not digested since."""
+        self.table: TensorTable | None = None
+        """The tensors of the chain whose layout was learnt."""
         self._names: Sequence[str] = ()
         self._direct: Mapping[str, torch.Tensor] = {}
         self._is_quick = True
         """Whether the digest of the direct tensors is computed within each swap."""
         self._unreadable: str | None = None
-        self._direct_digest = self._other_digest = Digest()
+        self._direct_digest = self._mapped_digest = Digest()
+        self._owned: Mapping[str, Owned] = {}
+        self._unheld: Sequence[str] = ()
+        """Tensors of which no worker holds anything. The first worker digests them."""
+        self._rank = 0
 
-    def learn(self, table: TensorTable) -> None:
+    def learn(self, table: TensorTable, share: Callable[[Blocks], tuple[Sequence[Blocks], int]] | None = None) -> None:
         """Learn where the model keeps each element of the chain's tensors. The version is forgotten. Call it on the worker's main thread.
 
         Parameters
         ----------
         table
             The tensors of the chain.
+        share
+            Tells the other workers what this one holds. Returns what each of them holds, and the rank of this one. None for one worker.
         """
         self.forget()
+        self.table = self.layout = None
         layout = self._learn_layout(table)
-        self._names = list(table)
+        self.table, self._names = table, list(table)
         self._direct = {name: tensor.direct for name, tensor in layout.tensors.items() if tensor.direct is not None}
         limit = {tensor.device: _QUICK_BYTES.get(tensor.device.type, 0) for tensor in self._direct.values()}
         self._is_quick = sum(tensor.nbytes for tensor in self._direct.values()) <= min(limit.values(), default=0)
-        self._unreadable = None
-        for name, tensor in layout.tensors.items():
-            if tensor.kind in ("module", "partial", "absent") and self._source is None:
-                self._unreadable = f"tensor {name!r} cannot be read from the worker's memory: {tensor.reason or tensor.kind}"
-                break
+        self._unreadable = self._hold_unreadable(layout)
+        blocks = layout.blocks()
+        held, self._rank = ([blocks], 0) if share is None else share(blocks)
+        self._owned, self._unheld = find_owned(held, self._rank)
+        layout.owned.update({name: owned.blocks for name, owned in self._owned.items()})
         self.layout = layout
+
+    def set(self, *, confirm: Confirm, threads: int | None) -> None:
+        """Change settings. Layout and version stay.
+
+        Parameters
+        ----------
+        confirm
+            What is checked within a swap.
+        threads
+            Number of threads for decoding and digests on the host. None means one per core.
+        """
+        self._confirm, self._threads = confirm, threads
 
     @property
     def why_not(self) -> str | None:
@@ -132,13 +154,14 @@ class LiveWeights:
         """Read all weights, in the layout of the checkpoint, and return their digests. A GPU works on a separate stream."""
         assert self.layout is not None
         with on_side_stream(self._direct) as wait:
-            direct, other = self._digest_direct(), Digest()
+            self._direct_digest, self._mapped_digest = self._digest_direct(), Digest()
+            foreign = {name: tensor for name, tensor in self._direct.items() if not self._owned[name].blocks and name not in self._unheld}
+            owned = self._direct_digest - state_digest(foreign, threads=self._threads)
             for name, tensor in self.layout.tensors.items():
                 if tensor.direct is None:
-                    other += state_digest({name: self._read(name)}, threads=self._threads)
+                    owned += self._digest_other(name)
             wait()
-        self._direct_digest, self._other_digest = direct, other
-        return Digests(direct + other)
+        return Digests(owned)
 
     def adopt(self, version: LiveVersion) -> None:
         """Take the weights for those of a version. Raises `BaseMismatch` if they are not.
@@ -151,6 +174,16 @@ class LiveWeights:
         found = self.digest().owned
         if found != version.digest:
             raise BaseMismatch(f"the weights in memory have digest {found}; those of commit {version.ref.seq} have {version.digest}.")
+        self.label(version)
+
+    def label(self, version: LiveVersion) -> None:
+        """Take the weights for those of a version. The caller has compared the result of `digest`, over all workers, with its digest.
+
+        Parameters
+        ----------
+        version
+            The version.
+        """
         self.version, self.is_quarantined, self.is_unconfirmed = version, False, False
 
     def forget(self) -> None:
@@ -232,7 +265,7 @@ class LiveWeights:
             with _noting(errors):
                 self._write(update, times)
                 with _timed(times, "confirm_ms"):
-                    self._check(update)
+                    self._check(update, new=True)
         with _timed(times, "agree_ms"):
             failed = _ask(agree, None, errors, since=attempts)
         if not failed:
@@ -244,7 +277,7 @@ class LiveWeights:
         with _noting(errors):
             update.revert()
             self._run_rules(update)
-            self._check(update, everything=True)
+            self._check(update, new=False)
         failed = _ask(agree, None, errors, since=attempts)
         return "quarantined" if failed else "refused"
 
@@ -265,6 +298,9 @@ class LiveWeights:
     def _rules(self, update: LayoutUpdate) -> list[ModuleRule]:
         """Return the rules of modules that depend on changed tensors. Raises `EngineRefused` if one of them cannot be recomputed."""
         assert self.layout is not None
+        for name in sorted(update.touched):
+            if self.layout.tensors[name].kind == "module":
+                raise EngineRefused(f"tensor {name!r} must be loaded anew: {self.layout.tensors[name].reason}")
         names = {module for name in update.touched for module in self.layout.tensors[name].modules}
         rules = [self.layout.modules[name] for name in sorted(names)]
         for rule in rules:
@@ -277,22 +313,20 @@ class LiveWeights:
         if rules and self._recompute is not None:
             self._recompute(rules)
 
-    def _check(self, update: LayoutUpdate, *, everything: bool = False) -> None:
-        """Raise `ResultMismatch` unless the weights are what was written last."""
-        update.check()
-        expected = self._direct_digest + update.direct_change if update.is_applied else self._direct_digest
-        if everything or self._confirm == "everything" or (self._confirm == "auto" and self._is_quick):
-            found = self._digest_direct()
+    def _check(self, update: LayoutUpdate, *, new: bool) -> None:
+        """Raise `ResultMismatch` unless the weights are the new ones, or else exactly the old ones."""
+        update.check(new=new)
+        if not new or self._confirm == "everything" or (self._confirm == "auto" and self._is_quick):
+            expected, found = self._direct_digest + update.direct_change if new else self._direct_digest, self._digest_direct()
             if found != expected:
-                raise ResultMismatch(f"after the write, the direct tensors have digest {found}, not {expected}.")
+                raise ResultMismatch(f"the tensors in checkpoint layout have digest {found} in memory, not {expected}.")
         if self._confirm == "everything" and self.layout is not None:
-            others = [name for name, tensor in self.layout.tensors.items() if tensor.kind == "mapped"]
-            if len(others) + len(self._direct) == len(self.layout.tensors):
-                total = Digest()
-                for name in others:
-                    total += state_digest({name: self.layout.gather(name)}, threads=self._threads)
-                if total != (self._other_digest + update.other_change if update.is_applied else self._other_digest):
-                    raise ResultMismatch("after the write, tensors that are not in checkpoint layout have wrong values.")
+            found = Digest()
+            for name, tensor in self.layout.tensors.items():
+                if tensor.kind == "mapped":
+                    found += state_digest({name: self.layout.gather(name)}, threads=self._threads)
+            if found != (self._mapped_digest + update.mapped_change if new else self._mapped_digest):
+                raise ResultMismatch("tensors that are not in checkpoint layout have wrong values in memory.")
 
     def _note_made(self, staged: StagedUpdate) -> None:
         target, update = staged.hop.target, staged.update
@@ -300,26 +334,54 @@ class LiveWeights:
         self.version = LiveVersion(target.ref(record_hash(target.to_bytes())), target.digest)
         if update is not None:
             self._direct_digest += update.direct_change
-            self._other_digest += update.other_change
+            self._mapped_digest += update.mapped_change
+            if self._source is not None:
+                self._source.settled(self.version.ref, update.kept)
             self.is_unconfirmed = self._confirm == "written" or (self._confirm == "auto" and not self._is_quick)
 
     def _digest_direct(self) -> Digest:
         return state_digest(self._direct, threads=self._threads)
 
-    def _read(self, name: str) -> torch.Tensor:
-        """Return a tensor that is not direct, in the layout of the checkpoint."""
+    def _hold_unreadable(self, layout: Layout) -> str | None:
+        """Let the source get hold of the tensors that cannot be read from memory. Returns why that is impossible, or None."""
+        kinds = ("module", "partial", "absent")
+        wanted = {name: each.spec for name, each in layout.tensors.items() if each.kind in kinds and 0 not in each.spec.shape}
+        lost = sum(_nbytes(each.spec) for each in layout.tensors.values() if each.kind == "module")
+        reason = None
+        if lost * 100 > sum(_nbytes(each.spec) for each in layout.tensors.values()):
+            reason = f"they are {lost:,} bytes"  # nearly every update would change one of them, and be refused
+        elif self._source is not None:
+            reason = self._source.hold(wanted)
+        elif wanted:
+            reason = "there is no other source for them"
+        if reason is None:
+            return None
+        first = layout.tensors[min(wanted)]
+        return f"{len(wanted)} tensors, such as {min(wanted)!r}, cannot be read from memory ({first.reason or first.kind}), and {reason}"
+
+    def _digest_other(self, name: str) -> Digest:
+        """Return the digest of what this worker owns of a tensor that is not direct."""
         assert self.layout is not None
-        if self.layout.tensors[name].kind == "mapped":
-            return self.layout.gather(name)
-        if self._source is None:
-            raise EngineRefused(f"the weights cannot be digested where they are: {self.why_not}.")
-        found = self._source.base(name)
-        return found if isinstance(found, torch.Tensor) else to_torch(found)
+        layout, owned = self.layout.tensors[name], self._owned[name]
+        if layout.kind == "mapped":
+            found = state_digest({name: self.layout.gather(name)}, threads=self._threads)
+            self._mapped_digest += found
+            return found if owned.blocks or name in self._unheld else Digest()
+        if owned.blocks:
+            found = state_digest({name: self.layout.gather(name, owned_only=True)}, threads=self._threads)
+            return found if owned.has_first else found - TensorKeys.of([(name, layout.spec.dtype, layout.spec.shape)]).tag()
+        if name not in self._unheld or self._rank:
+            return Digest()
+        return state_digest({name: base_of(layout, name, self._source)}, threads=self._threads)
 
     def _covered(self, entry: FileEntry) -> Sequence[str]:
         if entry.first is None or entry.count is None or entry.first + entry.count > len(self._names):
             raise ChainBroken(f"{entry.key} is said to cover tensors that the chain does not have.")
         return self._names[entry.first : entry.first + entry.count]
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape, start=spec.dtype.itemsize)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,196 @@
+"""Updates of a worker's live memory, as the backend offers them: learn the layout, adopt a version, prepare an update, swap.
+
+Deltas come from a spool (subscribe/delta_spool.py). A server whose layout cannot be updated this way says why (`why_not`). It then takes
+updates from a mirror, as before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ...errors import DeltawireError
+from ...format.digest import Digest
+from ...format.records.record_parts import CommitRef
+from ...subscribe.delta_spool import DeltaSpool
+from ...subscribe.tensor_table import TensorTable, load_table
+from .live_staging import LiveStaging
+from .live_weights import LiveWeights
+from .ranks import agreement, failed_ranks, sum_of, world_size
+from .update_types import LiveVersion, SwapOutcome
+
+logger = logging.getLogger("vllm.deltawire")
+
+
+class LiveUpdates:
+    """The updates of one worker.
+
+    Parameters
+    ----------
+    weights
+        The worker's weights. They may have learnt their layout already.
+    spool
+        The directory of the spool.
+    """
+
+    def __init__(self, weights: LiveWeights, spool: Path) -> None:
+        self.weights = weights
+        self._staging = LiveStaging(weights, DeltaSpool(spool))
+        self.why_not: str | None = "the layout of the weights was not learnt"
+        """Why updates cannot be written to live memory. None if they can. It is None in all workers or in none."""
+        self._digest: Digest | None = None
+        self._is_adopting = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next update is decoded against live memory."""
+        return self.why_not is None and (self.weights.version is not None or self._is_adopting)
+
+    def learn(self, path: Path) -> None:
+        """Learn where the model keeps the tensors of a chain, together with all other workers. Never raises; `why_not` has the reason.
+
+        A table that is known already changes nothing.
+
+        Parameters
+        ----------
+        path
+            The file of the table (`DeltaSpool.table_path`).
+        """
+        self._staging.forget()
+        table, reason = None, None
+        try:
+            table = load_table(path)
+        except DeltawireError as error:
+            reason = str(error)
+        if failed_ranks(table is None or table != self.weights.table or self.weights.why_not is not None) and table is not None:
+            reason = self._learn(table)
+        failed = failed_ranks(reason is not None)
+        self.why_not = reason or (f"the layout of workers {failed} cannot be updated" if failed else None)
+        if self.why_not is not None:
+            logger.info("deltawire: updates are not written to live memory: %s", self.why_not)
+
+    def adopt(self, ref: CommitRef) -> None:
+        """Take the weights for those of a version if their digest is that of the version. All workers do this together. Never raises.
+
+        Parameters
+        ----------
+        ref
+            The commit of the version.
+        """
+        self._staging.forget()
+        if self.why_not is not None or ref.digest is None:
+            return
+        digest = Digest() if self._digest is None else self._digest
+        if sum_of(digest) == ref.digest:
+            self.weights.label(LiveVersion(ref, ref.digest))
+
+    def adopt_later(self, ref: CommitRef) -> None:
+        """Let the staging thread compare the weights with a version that was loaded into them, and take them for it.
+
+        Parameters
+        ----------
+        ref
+            The commit of the version.
+        """
+        self._staging.forget()
+        self.weights.forget()
+        self.weights.is_quarantined = False
+        self._digest = None
+        if self.why_not is None and ref.digest is not None:
+            self._is_adopting = True
+            self._staging.run_later(lambda: self._adopt(ref))
+
+    def prepare(self, seq: int) -> None:
+        """Begin to stage the update to a commit.
+
+        Parameters
+        ----------
+        seq
+            The number of the commit.
+        """
+        self._staging.prepare(seq)
+
+    def swap(self, seq: int) -> SwapOutcome:
+        """Write the staged update, together with all other workers. An update that is not staged yet is staged first. Never raises.
+
+        Parameters
+        ----------
+        seq
+            The number of the commit.
+        """
+        try:
+            staged = self._staging.take(seq)
+        except Exception as error:
+            agreement(None)(True, None)
+            return SwapOutcome("refused", f"{type(error).__name__}: {error}")
+        outcome = self.weights.swap(staged, agreement(staged.hop.target.digest))
+        self._digest = None
+        if self.weights.is_unconfirmed:
+            self._staging.run_later(self._confirm)
+        return outcome
+
+    def forget(self) -> None:
+        """Forget the version, because other code has written to the weights."""
+        self._staging.forget()
+        self.weights.forget()
+        self._digest = None
+
+    def status(self) -> dict[str, Any]:
+        """Return the state of the updates, in JSON's types."""
+        staged, version, layout = self._staging.staged, self.weights.version, self.weights.layout
+        kinds = Counter(tensor.kind for tensor in layout.tensors.values()) if layout is not None else Counter[str]()
+        return {
+            "live": self.why_not is None,
+            "why_not": self.why_not,
+            "commit": None if version is None else version.ref.commit,
+            "digest": None if self._digest is None else self._digest.hex(),
+            "tensors": dict(kinds),
+            "staged_bytes": 0 if staged is None else staged.nbytes,
+        }
+
+    def close(self) -> None:
+        """Drop the staged update, and end the thread. The weights keep their layout and their version."""
+        self._staging.close()
+
+    @property
+    def staged(self) -> int | None:
+        """The commit to which an update is staged. None if there is none."""
+        staged = self._staging.staged
+        return None if staged is None else staged.hop.target.seq
+
+    @property
+    def staging_error(self) -> str | None:
+        """Why staging failed. None if it did not."""
+        return self._staging.error
+
+    def _learn(self, table: TensorTable) -> str | None:
+        """Learn the layout in this worker. Returns why its weights cannot be updated, or None."""
+        self._digest = None
+        if world_size() > 1:
+            return "several workers share the model"
+        try:
+            self.weights.learn(table)
+            if self.weights.why_not is None:
+                self._digest = self.weights.digest().owned
+            return self.weights.why_not
+        except Exception as error:
+            logger.exception("deltawire: the layout of the weights cannot be learnt")
+            return f"{type(error).__name__}: {error}"
+
+    def _adopt(self, ref: CommitRef) -> None:
+        try:
+            assert ref.digest is not None
+            self.weights.adopt(LiveVersion(ref, ref.digest))
+        except Exception as error:
+            logger.exception("deltawire: the loaded weights are not those of the version")
+            self.why_not = f"{type(error).__name__}: {error}"
+        finally:
+            self._is_adopting = False
+
+    def _confirm(self) -> None:
+        try:
+            self.weights.check_direct()
+        except Exception:
+            logger.exception("deltawire: the weights have changed since they were written")

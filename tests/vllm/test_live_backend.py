@@ -1,0 +1,192 @@
+"""The backend updates the memory of models that vLLM loads in this process: after each update it is that of a fresh load, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from loaded_models import LoadedModel, load_model, publish
+from model_memory import addresses, difference, memory
+from tiny_checkpoints import State, TinyModel, train
+
+from deltawire.chain.reader_options import ReaderOptions
+from deltawire.chain.routes import Routes
+from deltawire.format.records.record_parts import CommitRef
+from deltawire.store import open_store
+from deltawire.subscribe.delta_spool import DeltaSpool
+from deltawire.subscribe.sync_context import SyncContext
+from deltawire.subscribe.tensor_table import read_tensor_table, write_table
+
+pytestmark = pytest.mark.slow
+
+CASES: dict[str, tuple[TinyModel, str | None]] = {
+    "dense": (TinyModel("dense", layers=1), None),
+    "int4": (TinyModel("q", scale=4, layers=1), "int4"),  # the shapes of packed weights cannot be read from the model's memory
+}
+
+
+class Chain:
+    """Versions of a model, and the spool that a sidecar would fill."""
+
+    def __init__(self, folder: Path, model: TinyModel, recipe: str | None, versions: int = 3) -> None:
+        states: list[State] = [model.state()]
+        for number in range(1, versions):
+            states.append({name: tensor.copy() for name, tensor in states[-1].items()})
+            train(states[-1], np.random.default_rng(number), 0.05)
+        self.url, self.checkpoints = publish(folder, model, states, recipe)
+        self.log = ReaderOptions().open_log(open_store(self.url))
+        self.spool = DeltaSpool(folder / "spool")
+        context = self._context()
+        head = self.log.head()
+        assert head is not None
+        self.commits = [commit for commit in (self.log.read(seq) for seq in range(head.seq + 1)) if commit and commit.kind != "fence"]
+        write_table(self.spool.table_path, read_tensor_table(context, context.routes.find(None, self.commits[0])[0]))
+
+    def _context(self) -> SyncContext:
+        return SyncContext(self.log, Routes(self.log), patience=0)
+
+    def ref(self, number: int) -> CommitRef:
+        return self.log.ref(self.commits[number])
+
+    def put(self, number: int) -> int:
+        """Put the hop to a version into the spool. Returns the number of its commit."""
+        context = self._context()
+        (hop,) = context.routes.find(self.ref(number - 1), self.commits[number])
+        self.spool.put(hop, context)
+        return self.commits[number].seq
+
+
+def start_backend(loaded: LoadedModel, **info: Any) -> Any:
+    """Return a backend as a worker of one rank has it."""
+    import torch
+
+    with warnings.catch_warnings():  # imports of vLLM make warnings
+        warnings.simplefilter("ignore")
+        from deltawire.engines.vllm import backend as backends
+    with loaded.active(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "_add_rpc_methods", lambda: None)  # there is no worker, whose import takes seconds
+        backend = backends.DeltaWireBackend(None, loaded.vllm_config, torch.device("cpu"), loaded.model)
+    backend.init_transfer_engine(backends.InitInfo(**info))
+    return backend
+
+
+def wait_until_staged(backend: Any, seq: int) -> None:
+    backend._updates._staging._future.exception()
+    status = backend.status()
+    assert status["staged"] == seq, status["staging_error"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_updates_of_live_memory_equal_a_fresh_load(case: str, tmp_path: Path) -> None:
+    chain = Chain(tmp_path, *CASES[case])
+    loaded = load_model(chain.checkpoints[0])
+    places = addresses(loaded.model)
+    backend = start_backend(loaded, spool=str(chain.spool.folder))
+    with loaded.active():
+        status = backend.learn(str(chain.spool.table_path))
+    assert status["live"], status["why_not"]
+    assert chain.commits[0].digest is not None
+    assert status["digest"] == chain.commits[0].digest.hex()
+    assert backend.adopt(chain.ref(1).plain())["seq"] is None  # these are not the weights of that version
+    assert backend.adopt(chain.ref(0).plain())["seq"] == chain.commits[0].seq
+    for number in range(1, len(chain.commits)):
+        seq = chain.put(number)
+        backend.prepare(seq)
+        wait_until_staged(backend, seq)
+        with loaded.active():
+            answer = backend.swap(seq)
+        assert answer["outcome"] == "made", answer["error"]
+        assert answer["seq"] == seq
+        assert answer["last"]["loaded_anew"] == 0
+    assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[-1]).model))
+    assert addresses(loaded.model) == places
+    backend.shutdown()
+
+
+def loads_in(status: Any) -> Any:
+    return status["last"].get("loaded_anew")
+
+
+def test_a_server_that_loads_from_the_mirror_continues_in_live_memory(tmp_path: Path) -> None:
+    """The version that the server started with is not in the chain. So the first update loads everything, from the mirror."""
+    chain = Chain(tmp_path, *CASES["dense"], versions=4)
+    model, _ = CASES["dense"]
+    state = model.state()
+    train(state, np.random.default_rng(9), 0.5)
+    loaded = load_model(model.save(tmp_path / "other", state))
+    mirror, spool = str(tmp_path / "mirror"), str(chain.spool.folder)
+    backend = start_backend(loaded, mirror=mirror, url=chain.url, spool=spool)
+    with loaded.active():
+        status = backend.learn(str(chain.spool.table_path))
+        assert status["live"]
+        assert backend.adopt(chain.ref(0).plain())["seq"] is None
+        for number, anew in ((1, 1), (2, 0), (3, 0)):
+            seq = chain.put(number)
+            backend.prepare(seq)
+            answer = backend.swap(seq)  # it waits until the update is staged
+            assert (answer["outcome"], answer["seq"], loads_in(answer)) == ("made", seq, anew), answer
+        assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[3]).model))
+        backend.init_transfer_engine(type(backend._info)(spool=spool))  # other settings: layout and version stay
+        assert backend.status()["seq"] == chain.commits[3].seq
+        assert backend.learn(str(chain.spool.table_path))["seq"] == chain.commits[3].seq
+    backend.shutdown()
+
+
+def test_failed_swaps_are_undone_or_quarantine_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltawire.engines.vllm.layout_update import LayoutUpdate
+
+    chain = Chain(tmp_path, *CASES["dense"])
+    loaded = load_model(chain.checkpoints[0])
+    before = memory(loaded.model)
+    backend = start_backend(loaded, spool=str(chain.spool.folder), mirror=str(tmp_path / "mirror"), url=chain.url)
+    apply = LayoutUpdate.apply
+
+    def apply_and_fail(update: LayoutUpdate) -> None:
+        apply(update)
+        raise RuntimeError("injected")
+
+    with loaded.active():
+        backend.learn(str(chain.spool.table_path))
+        backend.adopt(chain.ref(0).plain())
+        missing = backend.swap(chain.commits[1].seq)
+        assert missing["outcome"] == "refused"
+        assert "the spool has no update" in missing["error"]
+        seq = chain.put(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(LayoutUpdate, "apply", apply_and_fail)
+            answer = backend.swap(seq)
+            assert (answer["outcome"], answer["seq"]) == ("refused", chain.commits[0].seq)
+            assert "injected" in answer["error"]
+            assert not difference(memory(loaded.model), before)
+            patch.setattr(LayoutUpdate, "revert", lambda update: None)
+            answer = backend.swap(seq)
+            assert (answer["outcome"], answer["seq"], answer["quarantined"]) == ("quarantined", None, True)
+        assert backend.swap(seq)["outcome"] == "quarantined"  # only an update that loads everything is accepted
+        answer = backend.swap(seq, anew=True)
+        assert (answer["outcome"], answer["seq"], answer["quarantined"]) == ("made", seq, False), answer
+        answer = backend.swap(chain.put(2))
+        assert (answer["outcome"], loads_in(answer)) == ("made", 0)
+    assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[2]).model))
+    backend.shutdown()
+
+
+def test_a_layout_that_cannot_be_updated_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(tmp_path, *CASES["dense"], versions=2)
+    loaded = load_model(chain.checkpoints[0])
+    backend = start_backend(loaded, spool=str(chain.spool.folder))
+    monkeypatch.setenv("DELTAWIRE_LEARN", "0")
+    with loaded.active():
+        status = backend.learn(str(chain.spool.table_path))
+        assert not status["live"]
+        assert "DELTAWIRE_LEARN is 0" in status["why_not"]
+        assert backend.adopt(chain.ref(0).plain())["seq"] is None
+        answer = backend.swap(chain.put(1))
+        assert answer["outcome"] == "refused"
+        assert "there is no mirror to load it from" in answer["error"]
+        monkeypatch.delenv("DELTAWIRE_LEARN")
+        assert "SpoolError" not in (backend.learn(str(tmp_path / "nothing.json"))["why_not"] or "SpoolError")
+        assert backend.learn(str(chain.spool.table_path))["live"]
+    backend.shutdown()
