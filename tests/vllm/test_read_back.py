@@ -8,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+from deltawire.engines.vllm import read_back as module  # noqa: E402
 from deltawire.engines.vllm.read_back import read_back  # noqa: E402
 
 
@@ -105,3 +106,30 @@ def test_computed_values_are_attributed_to_their_sources(weights: dict[str, torc
     assert readings.equal == {"q", "k", "words"}
     assert not readings.blocks
     assert readings.absent == {"unused"}
+
+
+class PeakBytes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the largest result of an operation that is not a view, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.largest = max(self.largest, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_a_large_tensor_is_compared_in_pieces_and_its_last_bit_counts(monkeypatch: pytest.MonkeyPatch, is_strided: bool) -> None:
+    monkeypatch.setattr(module, "_PIECE", 100)
+    held = torch.randn(3, 501, 7) if not is_strided else torch.randn(7, 501, 3).permute(2, 1, 0)
+    source = held.to(torch.float32, copy=True)
+    with PeakBytes() as memory:
+        assert int(module._count_equal(held, source)) == held.numel()
+    assert memory.largest <= 100 * 8
+    source[-1, -1, -1] = -0.0 if source[-1, -1, -1] != 0 else 1.0
+    assert int(module._count_equal(held, source)) == held.numel() - 1
+    assert int(module._count_equal(held, torch.tensor(0.5).expand_as(held))) == int((held == 0.5).sum())

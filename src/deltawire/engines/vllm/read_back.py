@@ -19,6 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from .element_map import MappedBlock
 
+_PIECE = 4 << 20
+"""Elements that are compared at a time."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -181,13 +184,26 @@ class _Comparison(TorchDispatchMode):  # type: ignore[misc]
 
         The number is a tensor, so that the caller need not wait for the device yet.
         """
-        source = source.to(dtype=held.dtype, device=held.device)
         try:
             source = source.expand_as(held)
         except RuntimeError:
             return None
-        integers = _BITS[held.element_size()]
-        return (held.view(integers) == source.view(integers)).sum()
+        return _count_equal(held, source)
+
+
+def _count_equal(held: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return the number of elements with the same bits in two tensors of one shape.
+
+    Large tensors are compared in pieces: on a GPU each element takes a copy, a byte, and eight bytes for counting.
+    """
+    if held.numel() > _PIECE:
+        longest = max(range(held.dim()), key=lambda dimension: held.shape[dimension])
+        half = held.shape[longest] // 2
+        parts = [half, held.shape[longest] - half]
+        return sum(map(_count_equal, held.split(parts, longest), source.split(parts, longest)), torch.zeros((), device=held.device).long())
+    integers = _BITS[held.element_size()]
+    copy = source.to(dtype=held.dtype, device=held.device)
+    return (held.view(integers) == copy.view(integers)).sum()
 
 
 def _memory(tensor: torch.Tensor) -> int:
