@@ -1,0 +1,346 @@
+"""Tensors of the chain that workers cannot read from their own memory, as one copy on the host that all workers of a server share.
+
+A delta codes positions within runs of many elements, so a worker needs whole tensors to decode it, although tensor and expert parallelism
+give it only parts of them. What it does not hold, it reads here:
+
+    FOLDER/NAME.bin    one tensor, mapped into memory by every worker that needs it; NAME is a hash of the tensor's name
+    FOLDER/NAME.claim  made by the worker that writes this tensor: the first one that needed it
+    FOLDER/alive       `flock` file; a folder that no process holds was left behind by a server that was killed
+
+Each tensor begins with the number of its *generation*: how many times the weights have changed since the server started. After a confirmed
+swap its writer makes the same changes here, in the background. Other workers wait for that generation before they use the tensor again. A
+worker that is killed ends its server, so a tensor that is changed half-way is never read: a new server makes a new folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from ...delta.patch import TensorPatch
+from ...errors import DeltawireError, SpoolError
+from ...format.checkpoints.checkpoint import Checkpoint
+from ...format.records.record_parts import CommitRef
+from ...subscribe.delta_spool import retryable_error, spool_errors
+from ...subscribe.mirror.locks import FileLock
+from ...subscribe.tensor_table import TensorSpec, TensorTable
+
+_HEADER = struct.Struct("<8sQ")
+_MAGIC = b"dwkept01"
+_DATA_START = mmap.PAGESIZE
+_CHANGING = 0
+"""The generation of a tensor that is being changed."""
+_PAUSE = 0.002
+
+
+class KeptBases:
+    """A `BaseSource` that the workers of one server share. One process of each host makes and changes each tensor.
+
+    Parameters
+    ----------
+    folder
+        A directory of this server, in the spool. All workers of a host have the same one, and no other server has it.
+    checkpoint
+        Opens the checkpoint that the weights were loaded from.
+    most_bytes
+        The most memory that the tensors of one worker may have. None means any.
+    patience
+        Seconds to wait for the worker that writes a tensor.
+    sleep, clock
+        For tests.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        checkpoint: Callable[[], Checkpoint],
+        *,
+        most_bytes: int | None = None,
+        patience: float = 120.0,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = folder
+        self._checkpoint = checkpoint
+        self._most_bytes = most_bytes
+        self._patience = patience
+        self._sleep = sleep
+        self._clock = clock
+        self._wanted: TensorTable = {}
+        self._files: dict[str, _KeptTensor] = {}
+        self._claimed: set[str] = set()
+        """The tensors that this worker writes."""
+        self._generation = _CHANGING
+        self._alive: FileLock | None = None
+        self._thread = ThreadPoolExecutor(1, "deltawire-kept")
+        self._writing: Future[None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors that this worker writes. The sum over all workers of a host is the memory that the copies take there."""
+        return sum(_nbytes(self._wanted[name]) for name in self._claimed)
+
+    def hold(self, wanted: TensorTable) -> str | None:
+        """Make these tensors available, from the checkpoint that the weights were loaded from. Returns why that is impossible, or None.
+
+        All workers of a server call it the same number of times, each with the tensors that it needs.
+
+        Parameters
+        ----------
+        wanted
+            The tensors that the worker cannot read from its memory.
+        """
+        try:
+            self._finish()
+            self._wanted = wanted
+            needed = sum(map(_nbytes, wanted.values()))
+            if self._most_bytes is not None and needed > self._most_bytes:
+                return f"{len(wanted)} tensors, such as {min(wanted)!r}, have {needed:,} bytes that cannot be read from the model"
+            weights = self._checkpoint() if wanted else None
+            if weights is not None and (reason := _lacks(weights, wanted)) is not None:
+                return reason
+            with spool_errors(self._folder):
+                self._open_folder()
+                self._claimed = {name for name in wanted if name in self._claimed or self._claim(name)}
+            if weights is not None:
+                self._fill(weights)
+            return None
+        except (DeltawireError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:  # also after a failure: all workers count alike
+            self._generation += 1
+
+    def take(self, weights: Checkpoint) -> str | None:
+        """Read the tensors from a checkpoint that was loaded into the model. Returns why that is impossible, or None.
+
+        Parameters
+        ----------
+        weights
+            The checkpoint. All workers load the same one.
+        """
+        try:
+            self._finish()
+            if (reason := _lacks(weights, self._wanted)) is not None:
+                return reason
+            self._fill(weights)
+            return None
+        except (DeltawireError, OSError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self._generation += 1
+
+    def watch(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a checkpoint that streams into the model, and keep those that are needed. Use it as `take`.
+
+        Parameters
+        ----------
+        tensors
+            All tensors of the checkpoint.
+        """
+        self._finish()
+        try:
+            for name, tensor in tensors:
+                if name in self._claimed:
+                    self._write_whole(name, _bits(tensor, self._wanted[name]))
+                yield name, tensor
+        finally:
+            self._generation += 1
+
+    def base(self, name: str) -> NDArray[Any]:
+        """Return a tensor of the live version. Waits until the worker that writes it has made the changes of the last swap.
+
+        Do not write to the array: it is the memory that all workers share. Raises `SpoolError`.
+
+        Parameters
+        ----------
+        name
+            The name of the tensor.
+        """
+        if self._writing is not None and self._writing.done():
+            self._finish()
+        with spool_errors(self._folder):
+            tensor = self._opened(name)
+            deadline = self._clock() + self._patience
+            while tensor.generation != self._generation:
+                self._wait(name, deadline)
+            return tensor.array(self._wanted[name])
+
+    def settled(self, ref: CommitRef, changes: Mapping[str, Sequence[TensorPatch]]) -> None:
+        """Make the changes of a confirmed swap, in the background. Returns at once.
+
+        Parameters
+        ----------
+        ref
+            The commit that the weights now have.
+        changes
+            The changes of the tensors that this worker needs. A tensor may change in several files.
+        """
+        before, self._generation = self._generation, self._generation + 1
+        mine = {name: changes.get(name, ()) for name in self._claimed}
+        previous, generation = self._writing, self._generation
+        self._writing = self._thread.submit(self._make, mine, before, generation, previous)
+
+    def close(self) -> None:
+        """Forget the tensors. The last worker of a host deletes the folder."""
+        with contextlib.suppress(Exception):
+            self._finish()
+        self._thread.shutdown()
+        self._files.clear()
+        if self._alive is not None:
+            self._alive.release()
+            self._alive = None
+            remove_abandoned(self._folder.parent)
+
+    def _make(self, changes: Mapping[str, Sequence[TensorPatch]], before: int, generation: int, previous: Future[None] | None) -> None:
+        if previous is not None:
+            previous.result()
+        with spool_errors(self._folder):
+            for name, patches in changes.items():
+                tensor, spec = self._opened(name), self._wanted[name]
+                if tensor.generation != before:
+                    raise SpoolError(f"{self._folder}: tensor {name!r} is not the one that the update was made from.")
+                flat = tensor.array(spec).reshape(-1).view(spec.dtype.bits)
+                if patches:
+                    tensor.generation = _CHANGING
+                for patch in patches:
+                    flat[torch.as_tensor(patch.indices).cpu().numpy()] = _bits(patch.values, spec)
+                tensor.generation = generation
+
+    def _fill(self, weights: Checkpoint) -> None:
+        for name in sorted(self._claimed):
+            array = weights[name]
+            self._write_whole(name, np.ascontiguousarray(array).reshape(-1).view(self._wanted[name].dtype.bits))
+
+    def _write_whole(self, name: str, flat: NDArray[Any]) -> None:
+        """Write all elements of a tensor. Its file is made if it does not exist, and is complete as soon as it has its name."""
+        with spool_errors(self._folder):
+            path = self._path(name)
+            if name not in self._files and not path.exists():
+                arriving = path.with_suffix(".part")
+                with arriving.open("wb") as file:
+                    file.write(_HEADER.pack(_MAGIC, self._generation + 1).ljust(_DATA_START, b"\0"))
+                    file.write(flat.data)
+                os.replace(arriving, path)
+                return
+            tensor = self._opened(name)
+            tensor.generation = _CHANGING
+            tensor.array(self._wanted[name]).reshape(-1).view(flat.dtype)[:] = flat
+            tensor.generation = self._generation + 1
+
+    def _finish(self) -> None:
+        """Wait for the changes of the last swap. Raises what failed."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def _opened(self, name: str) -> _KeptTensor:
+        if name not in self._files:
+            deadline = self._clock() + self._patience
+            while not self._path(name).exists():
+                self._wait(name, deadline)
+            self._files[name] = _KeptTensor(self._path(name), _DATA_START + _nbytes(self._wanted[name]))
+        return self._files[name]
+
+    def _wait(self, name: str, deadline: float) -> None:
+        if self._writing is not None and self._writing.done():
+            self._finish()  # raises what failed
+        if self._clock() > deadline:
+            raise retryable_error(f"{self._folder}: the worker that writes tensor {name!r} has not done so for {self._patience:.0f} s.")
+        self._sleep(_PAUSE)
+
+    def _claim(self, name: str) -> bool:
+        """Return whether this worker is the first one that needs a tensor. It then writes the tensor."""
+        try:
+            os.close(os.open(self._path(name).with_suffix(".claim"), os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            return False
+        return True
+
+    def _open_folder(self) -> None:
+        while self._alive is None:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self._folder / "alive").touch()
+            alive = FileLock.try_shared(self._folder / "alive")
+            if alive is not None and (self._folder / "alive").exists():
+                self._alive = alive
+            else:  # another process takes the folder for an abandoned one
+                if alive is not None:
+                    alive.release()
+                self._sleep(_PAUSE)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{blake3(name.encode()).hexdigest()[:32]}.bin"
+
+
+class _KeptTensor:
+    """The file of one tensor, mapped into memory that all workers share."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE)
+        if len(self._memory) != size or self._memory[: len(_MAGIC)] != _MAGIC:
+            raise SpoolError(f"{path} is not a tensor of this size.")
+
+    @property
+    def generation(self) -> int:
+        return int(_HEADER.unpack_from(self._memory)[1])
+
+    @generation.setter
+    def generation(self, value: int) -> None:
+        _HEADER.pack_into(self._memory, 0, _MAGIC, value)
+
+    def array(self, spec: TensorSpec) -> NDArray[Any]:
+        return np.ndarray(spec.shape, spec.dtype.numpy, self._memory, _DATA_START)
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Delete the folders of servers that have ended.
+
+    Parameters
+    ----------
+    parent
+        The directory that has one folder for each server.
+    """
+    for folder in list(parent.iterdir()) if parent.is_dir() else ():
+        if not (folder / "alive").exists():
+            continue
+        with spool_errors(folder):
+            lock = FileLock.try_exclusive(folder / "alive")
+            if lock is not None:
+                with lock:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lacks(weights: Checkpoint, wanted: TensorTable) -> str | None:
+    for name, spec in wanted.items():
+        if name not in weights or (weights.entry(name).dtype, weights.entry(name).shape) != (spec.dtype, spec.shape):
+            return f"tensor {name!r} is not in the checkpoint that the weights were loaded from"
+    return None
+
+
+def _nbytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def _bits(values: Any, spec: TensorSpec) -> NDArray[Any]:
+    """Return elements as unsigned integers in host memory, flat."""
+    if isinstance(values, np.ndarray):
+        return np.ascontiguousarray(values).reshape(-1).view(spec.dtype.bits)
+    tensor = values.detach().contiguous().reshape(-1)
+    signed = tensor.view(getattr(torch, f"int{spec.dtype.width}")).cpu().numpy()
+    found: NDArray[Any] = signed.view(spec.dtype.bits)
+    return found
