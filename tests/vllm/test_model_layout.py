@@ -169,6 +169,24 @@ def test_only_owned_placements_are_gathered_on_request(dense: tuple[LoadedModel,
     assert len(layout.blocks()["model.norm.weight"]) == 1
 
 
+def test_a_draft_model_is_a_second_place_of_the_same_tensors(dense: tuple[LoadedModel, dict[str, Any]], tmp_path: Path) -> None:
+    import torch
+
+    from deltawire.engines.vllm.layout.model_layout import learn_layout
+
+    loaded, weights = dense
+    draft = load_model(TinyModel("draft", layers=1).save(tmp_path / "draft", TinyModel("draft", layers=1).state()))
+    layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights), draft=draft.model)
+    norm = layout.tensors["model.norm.weight"]
+    assert (norm.kind, len(norm.placements), norm.direct) == ("mapped", 2, None)
+    held = draft.model.model.norm.weight.untyped_storage().data_ptr()
+    assert [scatter.memory.data_ptr() for scatter in layout.locate("model.norm.weight", torch.tensor([0]), torch.ones(1).bfloat16())][
+        1
+    ] == held
+    draft.model.model.norm.weight.data = draft.model.model.norm.weight.data.clone()
+    assert not layout.is_valid_for(loaded.model)
+
+
 @pytest.mark.parametrize("part", ["loader_copies", "processing_map"])
 def test_without_a_part_of_vllm_nothing_is_mapped(
     part: str, dense: tuple[LoadedModel, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
@@ -200,6 +218,28 @@ def test_a_vllm_without_these_parts_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delattr(attention, "is_deferred_attention_layer")
     assert loader_copies.missing_parts() == ["vllm.model_executor.model_loader.reload.layerwise.LAYERWISE_INFO"]
     assert processing_map.missing_parts() == ["vllm.model_executor.layers.attention.is_deferred_attention_layer"]
+
+
+def test_one_module_that_cannot_be_learnt_does_not_cost_the_others(
+    dense: tuple[LoadedModel, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deltawire.engines.vllm.layout import processing_map
+    from deltawire.engines.vllm.layout.model_layout import learn_layout
+
+    loaded, weights = dense
+    known = processing_map.same_processing
+
+    def fail(module: Any) -> Any:
+        if module is loaded.model.lm_head:
+            raise TypeError("an object without attributes")
+        return known(module)
+
+    monkeypatch.setattr(processing_map, "same_processing", fail)
+    layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights))
+    assert [name for name, tensor in layout.tensors.items() if tensor.kind == "module"] == ["lm_head.weight"]
+    assert layout.modules["lm_head"].how == "load_anew"
+    assert layout.modules["lm_head"].inputs == ("lm_head.weight",)
+    assert "without attributes" in layout.facts.unlearnt["lm_head"]
 
 
 def test_learning_can_be_switched_off(dense: tuple[LoadedModel, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,17 +249,21 @@ class _Learner:
             return ModuleMap(arithmetic=dict.fromkeys(names, reason))
         if not processing_map.is_processed(module):
             return _identity(module, names)
+        try:
+            return self._learn_processing(module, names)
+        except Exception as error:  # one module that is unlike all others must not cost the layout of the others
+            reason = str(error) if isinstance(error, NotLearnt) else f"its processing cannot be learnt: {type(error).__name__}: {error}"
+            self.facts.unlearnt[parameter.module_name] = reason
+            return ModuleMap(arithmetic=dict.fromkeys(names, reason))
+
+    def _learn_processing(self, module: Any, names: Sequence[str]) -> ModuleMap:
         key = (*processing_map.same_processing(module), tuple(names))
         found = self._maps.get(key)
         if found is not None and processing_map.holds_for(module, self._config, found):
             self.facts.reused += 1
             self.facts.runs += 1
             return found
-        try:
-            found = learn_module(module, self._config, names, most_bytes=self._most_bytes)
-        except NotLearnt as error:
-            self.facts.unlearnt[parameter.module_name] = str(error)
-            return ModuleMap(arithmetic=dict.fromkeys(names, str(error)))
+        found = learn_module(module, self._config, names, most_bytes=self._most_bytes)
         self.facts.learnt += 1
         self.facts.runs += found.runs
         self._maps[key] = found

@@ -223,6 +223,9 @@ class _Study:
         live = {path: _geometry(tensor) for path, tensor in tensors_of(self.module).items()}
         dependent: set[Path] = set()
         for name in self.names:
+            if "idx" in name:
+                found.arithmetic[name] = "it holds positions, which are not weights"
+                continue
             try:
                 maps, computed = self._learn_parameter(name, neutral, live)
             except NotLearnt as error:
@@ -407,9 +410,6 @@ class _Study:
             held = attributes if key in attributes else attributes["_modules"]  # a method may be a module too
             if (value := held.get(key)) is not None and hasattr(value, "__dict__"):
                 held[key] = _copy_helpers(value, memo, _DEPTH - 1)
-        for name in _RESET:
-            if hasattr(shell.quant_method, name):
-                setattr(shell.quant_method, name, None)
         return shell
 
     def _materialised(self, meta: torch.Tensor, fill: torch.Tensor | None) -> torch.Tensor:
@@ -579,6 +579,8 @@ def _own_copy(value: Any, memo: dict[int, Any]) -> Any:
 
 def _own_part(key: str, value: Any) -> Any:
     """Return a copy of an attribute that processing might write to. Parameters and buffers are replaced later."""
+    if key in _RESET:
+        return None
     if key in ("_parameters", "_buffers"):
         return dict(value)
     if isinstance(value, torch.Tensor):
@@ -589,11 +591,16 @@ def _own_part(key: str, value: Any) -> Any:
 
 
 def _copy_helpers(value: Any, memo: dict[int, Any], depth: int) -> Any:
-    """Return a copy of an object of vLLM and of the objects of vLLM that it refers to."""
+    """Return a copy of an object of vLLM and of the objects of vLLM that it refers to.
+
+    Objects that free something when they end are shared, because the end of a copy would free what the live module uses.
+    """
     if id(value) in memo:
         return memo[id(value)]
+    if hasattr(type(value), "__del__") or type(value).__module__.startswith("vllm.distributed"):
+        return value
     made = _own_copy(value, memo)
-    for key, each in list(vars(made).items()) if depth and hasattr(made, "__dict__") else ():
+    for key, each in list(vars(made).items()) if depth else ():
         if _is_helper(each) and not isinstance(each, torch.nn.Module):
             vars(made)[key] = _copy_helpers(each, memo, depth - 1)
     return made
