@@ -71,8 +71,8 @@ class CoreDouble:
         self.batch_queue.pop()
         self.made.append(self.label)
 
-    def has_work(self) -> bool:
-        return bool(self.batch_queue)
+    def is_scheduler_paused(self) -> bool:
+        return self.scheduler.pause_state != PauseState.UNPAUSED
 
     def set_weight_version(self, label: str) -> None:
         self.label = label
@@ -131,6 +131,7 @@ def test_an_engine_in_an_unknown_state_stays_paused_until_it_is_repaired(how: st
     answer = swap(core)
     assert (answer["outcome"], answer["running"], core.label) == ("quarantined", False, QUARANTINED_LABEL)
     assert core.scheduler.pause_state == PauseState.PAUSED_ALL
+    assert "a swap failed" in engine_state(core)["held"]
     core.outcomes, core.workers_died = ("quarantined", "quarantined"), False
     assert not swap(core, anew=True)["running"]
     core.outcomes = ("made", "made")
@@ -166,7 +167,7 @@ def test_a_step_that_fails_ends_the_engine() -> None:
 @pytest.mark.parametrize("reason", ["data_parallel", "coordinator", "scheduler", "loop"])
 def test_an_engine_that_cannot_swap_in_one_call_says_so_and_refuses(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     core: Any = CoreDouble()
-    assert engine_state(core) == {"one_call": True, "paused": False, "asleep": False}
+    assert engine_state(core) == {"one_call": True, "paused": False, "asleep": False, "held": None}
     if reason == "data_parallel":
         core.vllm_config.parallel_config.data_parallel_size = 2
     elif reason == "coordinator":

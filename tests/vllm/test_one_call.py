@@ -64,7 +64,13 @@ def test_each_token_has_the_label_of_the_version_that_made_it(
     ranks: int, start_run: Callable[[TinyModel], Any], serve: Callable[..., LiveServer]
 ) -> None:
     run = start_run(TinyModel("dense"))
-    server = serve(run.checkpoint, ranks=ranks, arguments=["--enable-scale-out", "--enable-prompt-tokens-details"]).wait()
+    arguments = ["--enable-scale-out", "--enable-prompt-tokens-details"]
+    server = serve(run.checkpoint, ranks=ranks, arguments=arguments, environment={"DELTAWIRE_HOLD": "1"}).wait()
+    early: list[list[int]] = []
+    waiting = threading.Thread(target=lambda: early.append(server.generate(tokens=3)))
+    waiting.start()
+    assert server.routes.is_paused()
+    assert all(worker["held"] for worker in server.routes.status())
     numbers: dict[str, int] = {}
     """The number that the tokens of a version reveal, by its label."""
     events: list[Event] = []
@@ -78,6 +84,7 @@ def test_each_token_has_the_label_of_the_version_that_made_it(
     for kv_cache in (KvCache.KEEP, KvCache.DROP):
         sidecar = Sidecar(server.url, run.store, run.mirror, kv_cache=kv_cache, on_event=events.append)
         swap(sidecar)
+        waiting.join()
         with Clients(server.url) as clients:
             done = 0
             while done < SWAPS or not any(len(made.spans or ()) > 1 for made in clients.made):
@@ -94,6 +101,7 @@ def test_each_token_has_the_label_of_the_version_that_made_it(
         swap(sidecar)
         assert (cached_tokens(server) > 0) == (kv_cache is KvCache.KEEP)
         sidecar.close()
+    assert [version_of(token) for token in early[0]] == [0, 0, 0]  # this request came before the first version
     assert server.routes.checksums() == runtime_hashes(run.state, ranks)
     swaps = [event.fields for event in events if event.name == "swapped"]
     assert [swap["http_calls"] for swap in swaps] == [1] * len(swaps)

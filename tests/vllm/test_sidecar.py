@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ from deltawire.chain.log import ChainLog
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.reports import QUARANTINED, REFUSED, SERVING, Report, read_reports
 from deltawire.engines import KvCache
+from deltawire.engines.http_session import http_session
+from deltawire.engines.vllm.readiness import ReadinessRoute
 from deltawire.engines.vllm.routes import EngineUnreachable, RouteFailed, SwapAnswer
 from deltawire.engines.vllm.sidecar import QUARANTINED_LABEL, Sidecar
-from deltawire.errors import EngineAsleep, EngineQuarantined, EngineRefused, EngineUnavailable, SwapFailed
+from deltawire.errors import EngineAsleep, EngineError, EngineQuarantined, EngineRefused, EngineUnavailable, SwapFailed
 from deltawire.events import Event
 from deltawire.store import open_store
 
@@ -32,6 +36,7 @@ class ServerDouble:
         self.one_call = False
         self.answers: list[str] = []
         self.asleep = self.held = False
+        self.leases: list[tuple[float, bool]] = []
         self.restart()
         self.calls: list[str] = []
         self.requests = 0
@@ -98,6 +103,9 @@ class ServerDouble:
     def pause(self, mode: str, *, clear_cache: bool) -> None:
         self._note(f"pause {mode}{' clear' if clear_cache else ''}")
         self.paused = True
+
+    def lease(self, seconds: float) -> None:
+        self.leases.append((seconds, self.paused))
 
     def start_update(self) -> None:
         self._note("start")
@@ -168,6 +176,7 @@ def test_a_version_is_staged_before_the_pause_and_named_before_the_server_contin
     assert scene.sidecar.step() is None
     (swapped,) = (event for event in scene.events if event.name == "swapped")
     assert swapped.fields["http_calls"] == 5
+    assert scene.server.leases == [(60.0, False)]  # so the server continues if this process dies in the pause
 
 
 def test_a_version_that_cannot_be_staged_never_pauses_the_server(scene: Scene) -> None:
@@ -294,13 +303,14 @@ def test_a_swap_in_one_call_sends_one_request(one_call: Scene) -> None:
     assert swapped["pause_seconds"] == 3e-3  # the time that the server reports, without the request's own
 
 
-@pytest.mark.parametrize(("pause", "allowed"), [("abort", True), ("keep", False)])
+@pytest.mark.parametrize(("pause", "allowed"), [("abort", True), ("wait", True), ("keep", False)])
 def test_routes_are_used_if_one_call_is_not_possible_or_not_wanted(scene: Scene, pause: Any, allowed: bool) -> None:
     scene.server.one_call = True
     scene.publish()
     with contextlib.closing(scene.start(pause=pause, one_call=allowed)) as sidecar:
         sidecar.step()
     assert scene.server.calls == ["prepare", f"pause {pause} clear", "start", "write", "finish", "resume"]
+    assert scene.server.leases == [(60.0, pause == "wait")]  # that pause begins when all requests have ended
 
 
 def test_a_refused_swap_changes_nothing_and_is_reported(one_call: Scene) -> None:
@@ -369,6 +379,59 @@ def test_a_server_that_is_asleep_is_not_changed(one_call: Scene, when: str) -> N
     one_call.server.asleep = False
     one_call.sidecar.step()
     assert one_call.server.name != before
+
+
+def test_a_held_server_is_reported_once_for_each_reason(one_call: Scene) -> None:
+    for asleep in (True, True, False, True):
+        one_call.publish()
+        one_call.server.asleep = asleep
+        with contextlib.suppress(EngineAsleep):
+            one_call.sidecar.step()
+    assert [event.fields["reason"] for event in one_call.events if event.name == "engine-held"] == ["it is asleep"] * 2
+
+
+def ask(port: int, path: str = "/ready") -> tuple[int, dict[str, Any]]:
+    with http_session(f"http://127.0.0.1:{port}") as session:
+        answer = session.ask("GET", path, timeout=60)
+        return answer.status, json.loads(answer.content) if answer.status in (200, 503) else {}
+
+
+def test_the_readiness_route_says_which_version_is_served_or_why_none(scene: Scene) -> None:
+    scene.server.one_call = True
+    with ReadinessRoute("127.0.0.1:0", scene.sidecar.readiness) as route:
+        assert ask(route.port) == (503, {"reason": "the server has no version of the chain yet."})
+        seq = scene.publish()
+        scene.server.answers = ["quarantined", "quarantined"]
+        stop = threading.Event()
+        running = threading.Thread(target=scene.sidecar.run, kwargs={"poll": 0.01, "stop": stop})
+        running.start()
+        while not any(event.name == "swapped" for event in scene.events):
+            assert running.is_alive()
+            status, told = ask(route.port)
+            assert status == 503 or told == {"seq": seq, "updates": 1}
+        stop.set()
+        running.join()
+        assert ask(route.port) == (200, {"seq": seq, "updates": 1})
+        scene.publish()
+        scene.server.answers = ["refused"]
+        with pytest.raises(EngineRefused):
+            scene.sidecar.step()
+        assert ask(route.port) == (200, {"seq": seq, "updates": 1})  # it serves the version before
+        assert ask(route.port, "/other")[0] == 404
+
+
+@pytest.mark.parametrize("address", ["8001", "127.0.0.1:", "127.0.0.1:http", "127.0.0.1:65536"])
+def test_an_address_that_cannot_be_read_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        ReadinessRoute(address, lambda: (True, {}))
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with (
+        ReadinessRoute("127.0.0.1:0", lambda: (True, {})) as route,
+        pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{route.port}"),
+    ):
+        ReadinessRoute(f"127.0.0.1:{route.port}", lambda: (True, {}))
 
 
 @pytest.mark.parametrize("is_one_call", [True, False])

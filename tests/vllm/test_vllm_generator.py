@@ -11,6 +11,7 @@ import pytest
 from live_server import LiveServer, wait_until
 from tiny_checkpoints import TinyModel, train
 
+from deltawire.engines import KvCache
 from deltawire.engines.vllm.generation import VllmGenerator
 from deltawire.errors import EngineRefused
 from deltawire.fleet import ClaimedVersion, Coordinator, FleetOptions
@@ -32,7 +33,7 @@ def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
     first = run.publish()
     server = serve(run.checkpoint, arguments=["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]).wait()
     with open_store(run.store) as store:
-        generator = VllmGenerator(store, server.url, run.mirror, poll=0.05)
+        generator = VllmGenerator(store, server.url, run.mirror, poll=0.05, kv_cache=KvCache.MARK)
         try:
             generator.start()
             wait_until(lambda: generator.version == first, "the first version")
@@ -43,6 +44,10 @@ def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
                 assert 1 <= len(each.tokens) <= 12
                 assert (each.logprobs <= 0).all()
                 assert [(span.start, span.end, span.version) for span in each.spans] == [(0, len(each.tokens), first)]
+            for exact in (True, False):
+                generator._has_exact_route = exact
+                assert generator._body(prompts[0], Sampling(samples=1, max_tokens=1), 0, first)[1]["cache_salt"] == f"v{first.seq}"
+            generator._has_exact_route = True
             text = generator.decode([ROWS[0]], [drawn[0].tokens.tolist()])
             assert isinstance(text[0], str)
 

@@ -33,6 +33,9 @@ class KvCache(enum.Enum):
     """Generation continues with them. This is fastest. A completion may be made by several versions, which `HotSwap.generation` names."""
     DROP = "drop"
     """The new weights use nothing that the old weights computed."""
+    MARK = "mark"
+    """Generations that run continue with them, as with `KEEP`. New ones use nothing that older weights computed, if the engine can tell
+    the two apart. vLLM can, for the requests of a `VllmGenerator`. SGLang cannot, and drops them."""
 
 
 class Engine(abc.ABC):

@@ -21,7 +21,7 @@ from .http_session import NoAnswer, http_session
 class SglangEngine(DiskEngine):
     """A running SGLang server. Its `weight_version` is set to the number of the commit that it has loaded.
 
-    With `KvCache.KEEP`, requests in progress continue with their caches. With `DROP`, they go back to the queue and are computed again.
+    With `KvCache.KEEP`, requests in progress continue with their caches. Otherwise they go back to the queue and are computed again.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class SglangEngine(DiskEngine):
             {
                 "model_path": str(path.resolve()),
                 "weight_version": str(version.seq),
-                "flush_cache": self._kv_cache is KvCache.DROP,
+                "flush_cache": self._kv_cache is not KvCache.KEEP,
                 "keep_pause": True,
             },
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +21,7 @@ _LONGEST_ENDING = 60.0
 """The command ends at most this many seconds after a signal."""
 
 if TYPE_CHECKING:
+    from ...engines.vllm.sidecar import Sidecar
     from ...events import Event
 
 
@@ -32,6 +34,7 @@ class Pause(str, enum.Enum):
 class Cache(str, enum.Enum):
     drop = "drop"
     keep = "keep"
+    mark = "mark"
 
 
 class SwapBy(str, enum.Enum):
@@ -65,7 +68,11 @@ def sidecar(
         typer.Option("--pause", help="At a swap, let running requests go on afterwards, finish them first, or abort them."),
     ] = Pause.keep,
     kv_cache: Annotated[
-        Cache, typer.Option("--kv-cache", help="Drop the keys and values of the old weights, and compute them again, or keep them.")
+        Cache,
+        typer.Option(
+            "--kv-cache",
+            help="At a swap, drop the keys and values of the old weights, keep them, or keep them for requests that run (mark).",
+        ),
     ] = Cache.drop,
     confirm: Annotated[
         Confirm, typer.Option("--confirm", help="After each swap, read back the tensors that were written, or all tensors.")
@@ -75,6 +82,10 @@ def sidecar(
     ] = SwapBy.call,
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="The name of this engine in the store.", show_default=False)
+    ] = None,
+    ready: Annotated[
+        str | None,
+        typer.Option("--ready", metavar="HOST:PORT", help="Answer GET /ready here: 200 if the server serves a version, otherwise 503."),
     ] = None,
     poll: Annotated[float, typer.Option("--poll", min=0.01, metavar="SECONDS", help="Look for the next version this often.")] = 0.5,
     trust: TrustOption = None,
@@ -110,11 +121,21 @@ def sidecar(
             on_event=ending.with_output(_print_as_json if json else _Listener(verbose)),
         )
         try:
-            driver.run(poll=poll)
+            with _answering(ready, driver):
+                driver.run(poll=poll)
         except KeyboardInterrupt:
             return
         finally:
             driver.close()
+
+
+def _answering(address: str | None, driver: Sidecar) -> contextlib.AbstractContextManager[object]:
+    from ...engines.vllm.readiness import ReadinessRoute
+
+    try:
+        return contextlib.nullcontext() if address is None else ReadinessRoute(address, driver.readiness)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--ready") from error
 
 
 def _print_as_json(event: Event) -> None:
@@ -146,6 +167,8 @@ class _Listener:
                 f"the update to version {fields['updates']} failed; the server stays paused until a full checkpoint is loaded: "
                 f"{fields['reason']}"
             )
+        elif event.name == "engine-held":
+            self._notice(f"the server is not used yet: {fields['reason']}")
         elif event.name == "attachments-changed":
             self._notice(f"these files changed; restart the server to use them: {fields['files']}")
         elif event.name == "repaired":

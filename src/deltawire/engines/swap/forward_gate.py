@@ -68,7 +68,7 @@ class ForwardGate:
         Parameters
         ----------
         kv_cache
-            `DROP` also waits for generations that have begun. `KEEP` interrupts them between two forward passes.
+            `DROP` also waits for generations that have begun. Otherwise they are interrupted between two forward passes.
         timeout
             Seconds to wait.
         """
@@ -103,7 +103,7 @@ class ForwardGate:
         return self._closed is None or (self._closed is KvCache.DROP and self._depth("generations") > 0)
 
     def _is_quiet(self) -> bool:
-        return self._passes == 0 and (self._closed is KvCache.KEEP or self._generations == 0)
+        return self._passes == 0 and (self._closed is not KvCache.DROP or self._generations == 0)
 
     def _depth(self, kind: str) -> int:
         depth: int = getattr(self._of_thread, kind, 0)

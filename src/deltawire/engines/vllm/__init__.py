@@ -4,6 +4,7 @@ In vLLM's processes, in the order in which an update passes through them:
 
     plugin.py         the entry point that vLLM calls; it registers the backend `deltawire`
     engine_core.py    lets EngineCore swap in one call, between two steps
+    engine_holds.py   keeps EngineCore paused while its weights are those of no version, and ends pauses that nobody ends
     update_types.py   types that live updates share
     backend.py        the backend, one object in each worker: stages an update while the server generates, writes it while it is paused
     staging.py        finds out what differs between the version that a worker has and the next one
@@ -29,6 +30,7 @@ In the process that drives the server, which needs neither vLLM nor torch:
     sidecar.py        follows a chain and brings each version into the server
     server_update.py  the server as an engine for `SwapController`: pause, update, resume
     routes.py         a client of the server's HTTP routes
+    readiness.py      a route that tells load balancers whether the server serves a version of the chain
     token_route.py    the route that tells which weights made which token: its requests and answers
     canary.py         checks after an update that decoding computes what prompts do
     generation.py     completions for a member of a fleet, from a server that the member drives

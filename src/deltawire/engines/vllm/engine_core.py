@@ -29,9 +29,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from . import QUARANTINED_LABEL
+from . import QUARANTINED_LABEL, engine_holds
 
-SWAP, STATUS = "deltawire_swap", "deltawire_status"
+SWAP, STATUS, LEASE = "deltawire_swap", "deltawire_status", "deltawire_lease"
 """The names of the calls that EngineCore treats in its own way. All others go to the workers unchanged."""
 
 NEEDED = ("collective_rpc", "set_weight_version", "get_weight_version", "reset_encoder_cache", "step", "step_with_batch_queue")
@@ -61,6 +61,11 @@ def install(core_class: type) -> bool:
     ) -> list[Any]:
         if method == SWAP:
             return [swap_between_steps(core, *args, **(kwargs or {}))]
+        if method == LEASE:
+            engine_holds.grant(core, float(args[0]))
+            return []
+        if method == "start_weight_update":
+            engine_holds.check_lease(core)
         answers: list[Any] = original(core, method, timeout, args, kwargs)
         if method != STATUS:
             return answers
@@ -73,15 +78,15 @@ def install(core_class: type) -> bool:
 
 
 def engine_state(core: Any) -> dict[str, Any]:
-    """Return what only EngineCore knows about a server: whether it can swap in one call, and whether it is paused or asleep."""
-    return {"one_call": can_swap(core), "paused": not _is_running(core), "asleep": bool(core.model_executor.is_sleeping)}
+    """Return what only EngineCore knows about a server. The status of each worker contains it."""
+    state = {"one_call": can_swap(core), "paused": not _is_running(core), "asleep": bool(core.model_executor.is_sleeping)}
+    return {**state, "held": engine_holds.held(core)}
 
 
 def can_swap(core: Any) -> bool:
     """Return whether an engine can swap in one call. Engines in step with others cannot, because each would swap at another step."""
-    is_alone = core.vllm_config.parallel_config.data_parallel_size == 1 and not getattr(core, "has_coordinator", False)
     has_all = all(hasattr(core.scheduler, name) for name in NEEDED_OF_SCHEDULER)
-    return is_alone and has_all and (core.batch_queue is None or all(hasattr(core, name) for name in NEEDED_BY_LOOP))
+    return engine_holds.is_alone(core) and has_all and (core.batch_queue is None or all(hasattr(core, name) for name in NEEDED_BY_LOOP))
 
 
 def swap_between_steps(core: Any, seq: int, label: str, kv_cache: str, anew: bool = False) -> dict[str, Any]:
@@ -126,13 +131,13 @@ def swap_between_steps(core: Any, seq: int, label: str, kv_cache: str, anew: boo
     answer["swap_ms"] = (time.perf_counter() - drained) * 1e3
     if answer["outcome"] == "quarantined":
         core.set_weight_version(QUARANTINED_LABEL)
-        core.deltawire_pause = True
+        engine_holds.hold(core, engine_holds.FAILED)
     else:
         if answer["outcome"] == "made":
             core.set_weight_version(label)
-            if getattr(core, "deltawire_pause", False):  # a failed swap has left the engine paused, and it is repaired now
+            if engine_holds.held(core) is not None:  # it was held because its weights were those of no version
                 before = PauseState.UNPAUSED
-            core.deltawire_pause = False
+            core.deltawire_hold = None
         core.scheduler.set_pause_state(before)
     return {**answer, "running": _is_running(core)}
 

@@ -27,6 +27,7 @@ from ...fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, nev
 from ...format.records.trainer_records import Sampling
 from ...store import Store
 from ...subscribe.model_files import FollowedFiles
+from ..base import KvCache
 from ..http_session import NoAnswer, PendingAnswer, http_session
 from ..prompts import Prompts
 from .routes import EngineUnreachable, RouteFailed, VllmRoutes
@@ -58,6 +59,9 @@ class VllmGenerator:
         Which chain to accept, and how to read it.
     poll
         Seconds between two looks for a new version.
+    kv_cache
+        What happens to keys and values that the old weights computed. With `MARK`, each request names the version that the server has
+        (`cache_salt`), so it uses no keys and values of older weights, and a swap drops none.
     on_event
         Called with each event of the sidecar.
     """
@@ -70,12 +74,14 @@ class VllmGenerator:
         *,
         options: ReaderOptions | None = None,
         poll: float = 0.5,
+        kv_cache: KvCache = KvCache.DROP,
         on_event: OnEvent | None = None,
     ) -> None:
         self._log = (options or ReaderOptions()).open_log(store)
         self._routes = VllmRoutes(url)
         self._prompts = FollowedFiles(store, Prompts.of, options=options)
-        self._sidecar = Sidecar(url, store, mirror, options=options, on_event=on_event)
+        self._sidecar = Sidecar(url, store, mirror, kv_cache=kv_cache, options=options, on_event=on_event)
+        self._marks_requests = kv_cache is KvCache.MARK
         self._poll = poll
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -110,7 +116,8 @@ class VllmGenerator:
         before = self._served()
         self._check_server(sampling)
         try:
-            answers = self._answers([self._body(prompt, sampling, sampling.seed + number) for number, prompt in enumerate(prompts)], stop)
+            bodies = [self._body(prompt, sampling, sampling.seed + number, before) for number, prompt in enumerate(prompts)]
+            answers = self._answers(bodies, stop)
         except EngineUnreachable as failure:
             raise EngineUnavailable(f"the server was lost: {failure}") from failure
         except RouteFailed as failure:
@@ -167,7 +174,7 @@ class VllmGenerator:
                 "Start it with --logprobs-mode processed_logprobs."
             )
 
-    def _body(self, prompt: Sequence[int], sampling: Sampling, seed: int) -> tuple[str, dict[str, Any]]:
+    def _body(self, prompt: Sequence[int], sampling: Sampling, seed: int, served: Version) -> tuple[str, dict[str, Any]]:
         own = {
             "n": sampling.samples,
             "max_tokens": sampling.max_tokens,
@@ -177,9 +184,10 @@ class VllmGenerator:
             "seed": None if self._device == "cpu" else seed,
         }
         own |= {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # these override the model's generation_config.json
+        mark = {"cache_salt": f"v{served.seq}"} if self._marks_requests else {}
         if self._has_exact_route:
-            return TOKEN_ROUTE, token_request(self._model, prompt, own)
-        return _PLAIN_ROUTE, {"model": self._model, "prompt": list(prompt), **own, "logprobs": 0, "return_token_ids": True}
+            return TOKEN_ROUTE, {**token_request(self._model, prompt, own), **mark}
+        return _PLAIN_ROUTE, {"model": self._model, "prompt": list(prompt), **own, **mark, "logprobs": 0, "return_token_ids": True}
 
     def _read(self, answer: Mapping[str, Any], sampling: Sampling, before: Version) -> list[Generated]:
         try:

@@ -13,13 +13,14 @@ def register() -> None:
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-    from .engine_core import install
+    from . import engine_core, engine_holds
 
     if BACKEND in WeightTransferEngineFactory._registry:
         return
-    install(EngineCore)
+    if engine_holds.install(EngineCore, EngineCoreProc):
+        engine_core.install(EngineCore)
     WeightTransferEngineFactory.register_engine(BACKEND, "deltawire.engines.vllm.backend", "DeltaWireBackend")
     if current_platform.is_cpu():
         from .cpu import prepare_for_updates

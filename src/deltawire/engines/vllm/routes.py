@@ -192,6 +192,10 @@ class VllmRoutes:
         except (KeyError, TypeError, ValueError) as error:
             raise RouteFailed("/collective_rpc", 200, f"the answer cannot be read: {error!r}") from error
 
+    def lease(self, seconds: float) -> None:
+        """Let the server continue by itself if a pause that begins now lasts longer than this. engine_holds.py tells when it does."""
+        self.call_workers("deltawire_lease", seconds)
+
     def start_update(self) -> None:
         """Begin an update of a paused server."""
         self._post("/start_weight_update", None)

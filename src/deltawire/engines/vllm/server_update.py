@@ -14,6 +14,9 @@ from ...errors import EngineAsleep, EngineError, EngineRefused
 from ..base import KvCache
 from .routes import EngineUnreachable, PauseMode, RouteFailed, SwapAnswer, VllmRoutes, WorkerStatus
 
+_LEASE_SECONDS = 60.0
+"""A server that is paused by its routes, and that nobody resumes, looks after this time whether it can continue."""
+
 
 class PausableServer:
     """Pauses and resumes a vLLM server.
@@ -41,6 +44,7 @@ class PausableServer:
         """Whether swaps are made in one call."""
         self.must_resume = True
         """Whether the server needs a request to resume. A swap in one call leaves it running, or paused as it was before."""
+        self._grants_leases = False
         self.is_held = False
         """Whether the server waits for its first version, so that only a swap may resume it."""
         self.http_calls = 0
@@ -49,15 +53,21 @@ class PausableServer:
     def observe(self, workers: Sequence[WorkerStatus]) -> None:
         """Take from the status of the workers how this server swaps. Raises `EngineAsleep` if its memory is not resident."""
         self.one_call = self._may_call_once and all(worker.get("one_call", False) for worker in workers)
-        self.is_held = any(worker.get("held", False) for worker in workers)
+        self.is_held = any(worker.get("held") for worker in workers)
+        self._grants_leases = all("held" in worker for worker in workers)
         if any(worker.get("asleep", False) for worker in workers):
             raise EngineAsleep("the server is asleep, so its weights cannot be changed.")
 
     def pause(self, kv_cache: KvCache) -> None:
-        self._requests_before = self.routes.requests
         self.kv_cache, self.must_resume = kv_cache, not self.one_call
+        takes_lease = self._grants_leases and not self.one_call
+        if takes_lease and self._mode != "wait":
+            self.routes.lease(_LEASE_SECONDS)
+        self._requests_before = self.routes.requests
         if not self.one_call:
             self.routes.pause(self._mode, clear_cache=kv_cache is KvCache.DROP)
+        if takes_lease and self._mode == "wait":  # requests may take longer than the lease to end
+            self.routes.lease(_LEASE_SECONDS)
 
     def resume(self) -> None:
         try:

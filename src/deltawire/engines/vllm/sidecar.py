@@ -102,6 +102,9 @@ class Sidecar:
         self._staging_patience = staging_patience
         self._stage_seconds = 0.0
         self._last_update: ServerUpdate | None = None
+        self._problem: str | None = None
+        """Why the server does not serve a version of the chain, as far as it is known."""
+        self._reported_hold: str | None = None
         self._on_event = on_event
         self._owns_store = not isinstance(url, Store)
         self._store = open_store(url, options=options.store, on_event=on_event)
@@ -123,15 +126,18 @@ class Sidecar:
         while not stop.is_set():
             try:
                 self.step()
-                failures = 0
-            except NoChain:
+                failures, self._problem = 0, None
+            except NoChain as error:
+                self._problem = str(error)
                 failures = 0  # the subscriber has reported it; the first version should not wait longer than `poll`
             except EngineUnreachable as error:
+                self._problem = str(error)
                 if self.served is not None:
                     emit(self._on_event, "engine-lost", reason=str(error))
                 self.served = None
                 failures = 1
             except DeltawireError as error:
+                self._problem = str(error)
                 if not (error.retryable or isinstance(error, EngineError)):
                     raise
                 failures = min(failures + 1, _MOST_DOUBLINGS)
@@ -155,6 +161,16 @@ class Sidecar:
         self._bring(version)
         return version
 
+    def readiness(self) -> tuple[bool, dict[str, Any]]:
+        """Return whether the server serves a version of the chain, and which one or why not. Any thread may call it.
+
+        An older version counts too: the server goes on with it while the next one cannot be fetched or loaded.
+        """
+        served = self.served
+        if served is None or self._controller.state in (SwapState.HALTED, SwapState.QUARANTINED):
+            return False, {"reason": self._problem or "the server has no version of the chain yet."}
+        return True, {"seq": served.seq, "updates": served.updates}
+
     def close(self) -> None:
         """Release the mirror and the store. The server keeps its weights."""
         self._subscriber.close()
@@ -167,6 +183,7 @@ class Sidecar:
         is_new = self.served is None
         self.routes.initialise(self._init_info)
         workers = self.routes.status()
+        self._report_hold(workers)
         self._server.observe(workers)
         if any(worker["quarantined"] for worker in workers):
             self._controller.assume(SwapState.QUARANTINED)
@@ -178,6 +195,14 @@ class Sidecar:
         self._report_attachments(version)
         self.served = version
         self._report(SERVING, version.seq)
+
+    def _report_hold(self, workers: Sequence[WorkerStatus]) -> None:
+        """Emit an event if the server is held or asleep, once for each reason."""
+        found = [worker.get("held") or ("it is asleep" if worker.get("asleep") else None) for worker in workers]
+        reason = next(filter(None, found), None)
+        if reason is not None and reason != self._reported_hold:
+            emit(self._on_event, "engine-held", reason=str(reason))
+        self._reported_hold = reason
 
     def _report_attachments(self, version: Version) -> None:
         """Emit an event if attachments changed since the last swap. The server keeps the config and tokenizer that it started with."""

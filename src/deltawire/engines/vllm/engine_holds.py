@@ -1,0 +1,229 @@
+"""Reasons for which EngineCore stays paused, and the watchdog that ends a pause that nobody ends.
+
+**Holds.** The engine is held while its weights are those of no version: before its first version, if the server was started with
+`DELTAWIRE_HOLD=1`; after a swap that failed; and, with `DELTAWIRE_HOLD=1`, after a sleep that has discarded the weights. Requests wait.
+The next swap that is made ends the hold, and so does `/resume`. The status of the workers says why the engine is held (`held`).
+
+**Lease.** A program that swaps by vLLM's routes pauses the server, and may die before it resumes the server. It therefore asks for a lease
+first (`deltawire_lease`). If the pause lasts longer than the lease, the engine looks at its workers. It continues if all of them have the
+version that the label of the weights says. Otherwise it logs why not, and looks again later. A pause without a lease is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from typing import Any
+
+from vllm.logger import init_logger
+
+from . import QUARANTINED_LABEL
+
+logger = init_logger("vllm.deltawire")
+
+HOLD_VARIABLE = "DELTAWIRE_HOLD"
+FIRST, FAILED, SLEPT = (
+    "it waits for its first version",
+    "its weights are in an unknown state, because a swap failed",
+    "its weights were discarded while it was asleep",
+)
+"""Reasons for a hold."""
+
+LOOK_AGAIN_SECONDS = 60.0
+"""Seconds between two looks at an engine whose lease is over and that cannot continue."""
+
+
+def held(core: Any) -> str | None:
+    """Return why an engine is held, or None."""
+    reason: str | None = getattr(core, "deltawire_hold", None)
+    return reason if reason is not None and core.is_scheduler_paused() else None
+
+
+def hold(core: Any, reason: str) -> None:
+    """Start no new requests until a swap is made. Requests that run continue, unless the engine is paused already.
+
+    Parameters
+    ----------
+    core
+        The EngineCore, on its own thread.
+    reason
+        Why.
+    """
+    from vllm.v1.core.sched.interface import PauseState
+
+    core.deltawire_hold = reason
+    if not core.is_scheduler_paused():
+        core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+
+
+def install(core_class: Any, loop_class: Any) -> bool:
+    """Let engines be held and watched. Returns False, and changes nothing, if this vLLM does not have what is needed.
+
+    Parameters
+    ----------
+    core_class
+        vLLM's class `EngineCore`.
+    loop_class
+        vLLM's class `EngineCoreProc`.
+    """
+    needed = ("sleep", "wake_up", "resume_scheduler", "is_scheduler_paused", "set_weight_version")
+    if not all(hasattr(core_class, name) for name in needed) or not hasattr(loop_class, "_handle_client_request"):
+        return False
+    if getattr(core_class.resume_scheduler, "ends_holds", False):
+        return True
+    sleep, wake_up, resume = core_class.sleep, core_class.wake_up, core_class.resume_scheduler
+    run_loop, handle = loop_class.run_busy_loop, loop_class._handle_client_request
+
+    @functools.wraps(sleep)
+    def sleep_and_forget(core: Any, level: int = 1, *arguments: Any, **options: Any) -> Any:
+        if level >= 2 and _uses_backend(core):
+            core.model_executor.collective_rpc(_forget)
+            core.set_weight_version(QUARANTINED_LABEL)
+            core.deltawire_hold = SLEPT
+        return sleep(core, level, *arguments, **options)
+
+    @functools.wraps(wake_up)
+    def wake_up_held(core: Any, *arguments: Any, **options: Any) -> Any:
+        reason = getattr(core, "deltawire_hold", None)
+        is_awake = wake_up(core, *arguments, **options)  # this resumes the scheduler
+        if is_awake and reason == SLEPT and _wants_hold():
+            hold(core, SLEPT)
+        return is_awake
+
+    @functools.wraps(resume)
+    def resume_unheld(core: Any) -> Any:
+        core.deltawire_hold = core.deltawire_lease = None
+        return resume(core)
+
+    @functools.wraps(run_loop)
+    def run_held(core: Any, *arguments: Any, **options: Any) -> Any:
+        if _wants_hold() and _uses_backend(core):
+            if is_alone(core):
+                hold(core, FIRST)
+            else:
+                logger.warning("deltawire: %s is ignored, because several engines work together", HOLD_VARIABLE)
+        return run_loop(core, *arguments, **options)
+
+    @functools.wraps(handle)
+    def handle_and_look(core: Any, *arguments: Any) -> Any:
+        result = handle(core, *arguments)
+        lease = getattr(core, "deltawire_lease", None)
+        if lease is not None and time.monotonic() >= lease.deadline:
+            look(core, lease)
+        return result
+
+    resume_unheld.ends_holds = True  # type: ignore[attr-defined]
+    core_class.sleep, core_class.wake_up, core_class.resume_scheduler = sleep_and_forget, wake_up_held, resume_unheld
+    loop_class.run_busy_loop, loop_class._handle_client_request = run_held, handle_and_look
+    return True
+
+
+class Lease:
+    """A program that has paused the engine promises to resume it until the deadline. Then a timer wakes the engine up.
+
+    Parameters
+    ----------
+    core
+        The EngineCore.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self.deadline = 0.0
+        self.is_lost = False
+        """Whether the engine has continued by itself, so that the program must not write any more."""
+
+    def extend(self, seconds: float) -> None:
+        """Let the pause last this many seconds from now."""
+        self.deadline = time.monotonic() + seconds
+        timer = threading.Timer(seconds, self._wake)
+        timer.daemon = True
+        timer.start()
+
+    def _wake(self) -> None:
+        from vllm.v1.engine import EngineCoreRequestType
+
+        if getattr(self._core, "deltawire_lease", None) is self:
+            self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+def grant(core: Any, seconds: float) -> None:
+    """Begin a lease. The program asks for it just before it pauses the engine.
+
+    Parameters
+    ----------
+    core
+        The EngineCore, on its own thread.
+    seconds
+        How long the pause may last.
+    """
+    core.deltawire_lease = Lease(core)
+    core.deltawire_lease.extend(seconds)
+
+
+def check_lease(core: Any) -> None:
+    """Raise an error if the engine has continued after a pause that lasted too long. The workers must not write then."""
+    lease = getattr(core, "deltawire_lease", None)
+    if lease is not None and lease.is_lost:
+        raise RuntimeError("the pause lasted longer than its lease, so the engine has continued: pause it again")
+
+
+def look(core: Any, lease: Lease) -> None:
+    """Continue after a pause that lasted too long, if the weights are those of the version that their label says. Otherwise log why not."""
+    if lease.is_lost or not core.is_scheduler_paused():
+        return
+    reason = _why_not(core)
+    if reason is None:
+        logger.warning("deltawire: the server was paused for too long, so it continues with version %s", core.get_weight_version())
+        core.resume_scheduler()
+        lease.is_lost = True
+        core.deltawire_lease = lease  # resuming has forgotten it, but the program may still come back
+        return
+    logger.error("deltawire: the server stays paused: %s", reason)
+    lease.extend(LOOK_AGAIN_SECONDS)
+
+
+def is_alone(core: Any) -> bool:
+    """Return whether an engine works alone. Engines with data parallelism pause and continue together."""
+    return core.vllm_config.parallel_config.data_parallel_size == 1 and not getattr(core, "has_coordinator", False)
+
+
+def _why_not(core: Any) -> str | None:
+    if not is_alone(core):
+        return "several engines work together, and only /resume continues all of them"
+    if (reason := held(core)) is not None:
+        return reason
+    if core.model_executor.is_sleeping:
+        return "it is asleep"
+    try:
+        workers = core.model_executor.collective_rpc("deltawire_status")
+    except Exception as error:
+        return f"its workers do not answer: {error}"
+    if any(worker["quarantined"] for worker in workers):
+        return "its weights are in an unknown state"
+    versions, label = {worker["seq"] for worker in workers}, core.get_weight_version()
+    if len(versions) != 1:
+        return f"its workers have different versions: {sorted(map(str, versions))}"
+    (seq,) = versions
+    if label not in (str(seq), "default" if seq is None else ""):
+        return f"its workers have version {seq}, but its weights have the label {label!r}"
+    return None
+
+
+def _uses_backend(core: Any) -> bool:
+    from .plugin import BACKEND
+
+    config = getattr(core.vllm_config, "weight_transfer_config", None)
+    return config is not None and config.backend == BACKEND
+
+
+def _wants_hold() -> bool:
+    return os.environ.get(HOLD_VARIABLE, "") not in ("", "0")
+
+
+def _forget(worker: Any) -> None:
+    """Let a worker forget its version. vLLM sends this function to the workers by its name."""
+    forget = getattr(worker.weight_transfer_engine, "forget", None) or worker.weight_transfer_engine.shutdown
+    forget()

@@ -1,0 +1,185 @@
+"""An engine stays paused while its weights are those of no version, and ends a pause that nobody ends. The engine is a double."""
+
+from __future__ import annotations
+
+import queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.engine.core", reason="vLLM is not installed")
+
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+
+from deltawire.engines.vllm import QUARANTINED_LABEL, engine_core, engine_holds
+from deltawire.engines.vllm.engine_core import engine_state, swap_between_steps
+
+
+def core_class() -> Any:
+    """Return a new class of engines that can be held. Each test has its own, because `install` changes it."""
+
+    class Core:
+        step = step_with_batch_queue = get_weight_version = reset_encoder_cache = None
+
+        def __init__(self, *, backend: str = "deltawire") -> None:
+            self.vllm_config = SimpleNamespace(
+                parallel_config=SimpleNamespace(data_parallel_size=1), weight_transfer_config=SimpleNamespace(backend=backend)
+            )
+            self.scheduler = SimpleNamespace(pause_state=PauseState.UNPAUSED, reset_prefix_cache=None)
+            self.scheduler.set_pause_state = lambda state: setattr(self.scheduler, "pause_state", state)
+            self.batch_queue = None
+            self.input_queue: queue.Queue[Any] = queue.Queue()
+            self.workers: list[dict[str, Any]] = [{"seq": 3, "quarantined": False, "outcome": "made"} for _ in range(2)]
+            self.model_executor = SimpleNamespace(is_sleeping=False, collective_rpc=self._call)
+            self.label = "3"
+            self.forgotten = 0
+
+        def _call(self, method: Any, timeout: Any = None, arguments: Any = ()) -> list[Any]:
+            if method is engine_holds._forget:
+                self.forgotten += 1
+            return self.workers
+
+        def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
+            return self._call(method)
+
+        def set_weight_version(self, label: str) -> None:
+            self.label = label
+
+        def sleep(self, level: int = 1, mode: str = "abort") -> None:
+            self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+            self.model_executor.is_sleeping = level > 0
+
+        def wake_up(self, tags: Any = None) -> bool:
+            self.model_executor.is_sleeping = False
+            self.resume_scheduler()
+            return True
+
+        def resume_scheduler(self) -> None:
+            self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+        def is_scheduler_paused(self) -> bool:
+            return bool(self.scheduler.pause_state != PauseState.UNPAUSED)
+
+        def run_busy_loop(self) -> PauseState:
+            state: PauseState = self.scheduler.pause_state
+            return state
+
+        def _handle_client_request(self, kind: Any, request: Any) -> None:
+            pass
+
+    Core.get_weight_version = lambda core: core.label  # type: ignore[assignment, misc]
+    assert engine_holds.install(Core, Core)
+    assert engine_holds.install(Core, Core)  # the second time changes nothing
+    assert engine_core.install(Core)
+    return Core
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTAWIRE_HOLD", "1")
+
+
+def test_an_engine_waits_for_its_first_version_if_asked_to(hold: None) -> None:
+    core = core_class()()
+    assert core.run_busy_loop() == PauseState.PAUSED_NEW
+    assert engine_state(core)["held"] == engine_holds.FIRST
+    core.workers = [{"outcome": "refused", "error": "why"}]
+    assert not swap_between_steps(core, 3, "3", "keep")["running"]
+    assert engine_state(core)["held"] == engine_holds.FIRST
+    core.workers = [{"outcome": "made"}]
+    assert swap_between_steps(core, 3, "3", "keep")["running"]
+    assert engine_state(core)["held"] is None
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)  # an operator pauses it: a swap does not end this
+    assert not swap_between_steps(core, 4, "4", "keep")["running"]
+
+
+def test_other_engines_are_not_held(hold: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert core_class()(backend="nccl").run_busy_loop() == PauseState.UNPAUSED
+    several = core_class()()
+    several.has_coordinator = True
+    assert several.run_busy_loop() == PauseState.UNPAUSED
+    monkeypatch.setenv("DELTAWIRE_HOLD", "0")
+    assert core_class()().run_busy_loop() == PauseState.UNPAUSED
+
+
+def test_an_operator_can_resume_a_held_engine(hold: None) -> None:
+    core = core_class()()
+    core.run_busy_loop()
+    core.resume_scheduler()
+    assert (engine_state(core)["held"], engine_state(core)["paused"]) == (None, False)
+
+
+@pytest.mark.parametrize(("level", "forgets"), [(1, False), (2, True)])
+def test_weights_that_a_sleep_discards_are_no_version(hold: None, level: int, forgets: bool) -> None:
+    core = core_class()()
+    core.sleep(level)
+    assert engine_state(core)["asleep"]
+    assert (core.forgotten, core.label) == (int(forgets), QUARANTINED_LABEL if forgets else "3")
+    assert core.wake_up()
+    assert engine_state(core)["held"] == (engine_holds.SLEPT if forgets else None)
+    assert engine_state(core)["paused"] == forgets
+
+
+def test_without_a_hold_an_engine_wakes_up_as_before() -> None:
+    core = core_class()()
+    core.sleep(2)
+    core.wake_up()
+    assert engine_state(core) == {"one_call": True, "paused": False, "asleep": False, "held": None}
+    assert core.label == QUARANTINED_LABEL
+
+
+def paused_for_too_long(core: Any) -> None:
+    """Pause the engine as a program does that dies then, and let the lease end."""
+    core.collective_rpc("deltawire_lease", None, (0.0,))
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    kind, request = core.input_queue.get(timeout=60)
+    assert kind == EngineCoreRequestType.WAKEUP
+    core._handle_client_request(kind, request)
+
+
+def test_an_engine_that_nobody_resumes_continues_with_its_version() -> None:
+    core = core_class()()
+    paused_for_too_long(core)
+    assert not engine_state(core)["paused"]
+    with pytest.raises(RuntimeError, match="pause it again"):  # the program comes back after all
+        core.collective_rpc("start_weight_update")
+    core.collective_rpc("deltawire_lease", None, (60.0,))
+    core.collective_rpc("start_weight_update")
+
+
+@pytest.mark.parametrize("reason", ["quarantined", "versions", "label", "asleep", "several", "died"])
+def test_an_engine_whose_weights_are_not_known_stays_paused(reason: str) -> None:
+    core = core_class()()
+    if reason == "quarantined":
+        core.workers[1]["quarantined"] = True
+    elif reason == "versions":
+        core.workers[1]["seq"] = 4
+    elif reason == "label":
+        core.label = "4"
+    elif reason == "asleep":
+        core.model_executor.is_sleeping = True
+    elif reason == "several":
+        core.has_coordinator = True
+    else:
+        core.model_executor.collective_rpc = lambda method: {}[method]
+    paused_for_too_long(core)
+    assert core.is_scheduler_paused()
+    assert core.deltawire_lease.deadline > 0  # it looks again later
+
+
+def test_a_pause_without_a_lease_and_one_that_was_ended_in_time_are_left_alone() -> None:
+    core = core_class()()
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    core._handle_client_request(EngineCoreRequestType.WAKEUP, None)
+    assert core.is_scheduler_paused()
+    core.collective_rpc("deltawire_lease", None, (60.0,))
+    core.resume_scheduler()
+    assert core.deltawire_lease is None
+
+
+def test_this_vllm_has_what_holds_need() -> None:
+    assert engine_holds.install(EngineCore, EngineCoreProc)
+    assert engine_core.install(EngineCore)
