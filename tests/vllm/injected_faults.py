@@ -15,10 +15,11 @@ def register() -> None:
         return
     from deltawire.engines.vllm import loading
     from deltawire.engines.vllm.element_map import MappedChanges
+    from deltawire.engines.vllm.layout_update import LayoutUpdate
 
     if getattr(loading.load_all, "is_faulty", False):
         return
-    write, load_all = MappedChanges.write, loading.load_all
+    write, load_all, apply = MappedChanges.write, loading.load_all, LayoutUpdate.apply
 
     def fails(kind: str) -> bool:
         from vllm.distributed.parallel_state import get_world_group
@@ -37,5 +38,11 @@ def register() -> None:
             raise RuntimeError("injected: nothing can be loaded")
         load_all(model, model_config, weights)
 
+    def apply_and_fail(update: LayoutUpdate) -> None:
+        apply(update)
+        if fails("apply"):
+            raise RuntimeError("injected: the update is written, but the worker fails")
+
     load_nothing.is_faulty = True  # type: ignore[attr-defined]
+    LayoutUpdate.apply = apply_and_fail  # type: ignore[method-assign]
     MappedChanges.write, loading.load_all = write_some, load_nothing  # type: ignore[method-assign]

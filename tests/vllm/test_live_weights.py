@@ -330,7 +330,8 @@ def test_two_workers_with_halves_of_tensors_follow_a_chain() -> None:
     held = [worker.layout.blocks() for worker in workers]
     for rank, worker in enumerate(workers):
         worker.weights = LiveWeights(None, lambda _, worker=worker: worker.layout, source=kept[rank], threads=1)  # type: ignore[misc]
-        worker.weights.learn(worker.table, lambda _, rank=rank: (held, rank))  # type: ignore[misc]
+        worker.weights.learn(worker.table)
+        worker.weights.own(held, rank)
     for name in ("direct.too", "turned"):  # a wrong element of any worker, also of one that another worker owns, is noticed or not owned
         workers[1].layout.memory[name][3] ^= 1
         total = workers[0].weights.digest().owned + workers[1].weights.digest().owned

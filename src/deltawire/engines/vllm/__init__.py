@@ -12,7 +12,6 @@ In vLLM's processes, in the order in which an update passes through them:
     layout_update.py  one such update: decoded, written, undone
     live_updates.py   such updates as the backend offers them: learn the layout, adopt a version, prepare, swap
     live_staging.py   stages them on a separate thread
-    held_bases.py     tensors that a worker cannot read from its memory
     ownership.py      which worker digests which elements
     ranks.py          what the workers tell each other
     element_map.py    where a model keeps the elements of a checkpoint; writes changed elements there

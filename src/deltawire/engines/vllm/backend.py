@@ -51,7 +51,7 @@ from ...format.records.record_parts import CommitRef
 from ...subscribe.tensor_table import TensorTable
 from . import OLDEST_VLLM, loading
 from .element_map import ElementMap, MappedChanges
-from .held_bases import HeldBases
+from .kept_bases import KeptBases
 from .layout.types import ModuleRule
 from .layout_update import Layout
 from .live_updates import LiveUpdates
@@ -130,7 +130,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._live: HeldVersion | None = None
         self._weights: LiveWeights | None = None
         self._updates: LiveUpdates | None = None
-        self._bases = HeldBases(lambda: Checkpoint(Path(self.model_config.model)))
+        self._bases: KeptBases | None = None
         self._in_place: set[str] = set()
         self._element_map: ElementMap | None = None
         self._transformed: set[str] = set()
@@ -174,7 +174,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         """Bring this worker to a version, together with all other workers. Raises, in the last worker, if any worker failed."""
         began = time.perf_counter()
         staged, self._error = None, None
-        if self._is_live(anew=update_info.anew):
+        if self._updates is not None and not failed_ranks(update_info.anew or not self._is_live()):
             found = self._swap_live(update_info.seq)
             if found != "made":
                 kind = EngineQuarantined if found == "quarantined" else EngineRefused
@@ -205,8 +205,9 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if before is not None and self._stager is not None:
             self._stager.release(before)  # not here: the server waits, and unmapping gigabytes takes longer than the write
         if self._updates is not None:
-            self._bases.take(staged.target.weights)
-            self._updates.adopt_later(staged.target.ref)
+            self._updates.forget()
+            if self._bases is not None and not failed_ranks(self._bases.take(staged.target.weights) is not None):
+                self._updates.adopt(staged.target.ref)
 
     def finish_weight_update(self) -> None:
         """Raise, in the last worker, if the weights are in an unknown state."""
@@ -280,22 +281,14 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         anew
             True to load all weights, even if the worker's version is known.
         """
-        self._error = None
         try:
-            outcome: Outcome = "made"
-            if self._is_live(anew=anew):
-                outcome = self._swap_live(int(seq))
-            else:
-                self.receive_weights(UpdateInfo(int(seq), bool(anew)))
+            self.receive_weights(UpdateInfo(int(seq), bool(anew)))
         except EngineError as error:  # only the last worker raises, but all know of the failure
             self._error = self._error or str(error)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         status = self.status()
-        if status["quarantined"]:
-            outcome = "quarantined"
-        elif status["seq"] != int(seq):
-            outcome = "refused"
+        outcome: Outcome = "quarantined" if status["quarantined"] else "made" if status["seq"] == int(seq) else "refused"
         return {**status, "outcome": outcome}
 
     def forget(self) -> None:
@@ -323,7 +316,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             "transformed": len(self._transformed),
             "derived": len(self._derived),
             "last": dict(self._last),
-            "kept_bytes": self._bases.nbytes,
+            "kept_bytes": 0 if self._bases is None else self._bases.nbytes,
             **({"live": False} if updates is None else updates.status()),
         }
 
@@ -333,6 +326,9 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         """Return the weights with new settings. Their layout and version stay."""
         threads = 1 if info.threads is None and self.device.type == "cpu" else info.threads
         if self._weights is None:
+            assert info.spool is not None
+            folder = Path(info.spool) / "kept" / str(self.vllm_config.instance_id)
+            self._bases = KeptBases(folder, lambda: Checkpoint(Path(self.model_config.model)))
             return LiveWeights(
                 self.model,
                 self._learn_model_layout,
@@ -352,9 +348,9 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
     def _recompute(self, rules: Sequence[ModuleRule]) -> None:
         recompute(self.model, self.model_config, rules)
 
-    def _is_live(self, *, anew: bool = False) -> bool:
-        """Return whether the next update is decoded against live memory. It is the same in all workers."""
-        return self._updates is not None and self._updates.is_ready and not anew and not self._is_quarantined
+    def _is_live(self) -> bool:
+        """Return whether this worker can decode the next update against live memory."""
+        return self._updates is not None and self._updates.is_ready and not self._is_quarantined
 
     def _swap_live(self, seq: int) -> Outcome:
         assert self._updates is not None

@@ -18,7 +18,7 @@ from ...subscribe.delta_spool import DeltaSpool
 from ...subscribe.tensor_table import TensorTable, load_table
 from .live_staging import LiveStaging
 from .live_weights import LiveWeights
-from .ranks import agreement, failed_ranks, sum_of, world_size
+from .ranks import agree, failed_ranks, share, sum_of
 from .update_types import LiveVersion, SwapOutcome
 
 logger = logging.getLogger("vllm.deltawire")
@@ -41,12 +41,12 @@ class LiveUpdates:
         self.why_not: str | None = "the layout of the weights was not learnt"
         """Why updates cannot be written to live memory. None if they can. It is None in all workers or in none."""
         self._digest: Digest | None = None
-        self._is_adopting = False
+        """The digest of what this worker owns. None if it is not known."""
 
     @property
     def is_ready(self) -> bool:
         """Whether the next update is decoded against live memory."""
-        return self.why_not is None and (self.weights.version is not None or self._is_adopting)
+        return self.why_not is None and self.weights.version is not None
 
     def learn(self, path: Path) -> None:
         """Learn where the model keeps the tensors of a chain, together with all other workers. Never raises; `why_not` has the reason.
@@ -64,12 +64,19 @@ class LiveUpdates:
             table = load_table(path)
         except DeltawireError as error:
             reason = str(error)
-        if failed_ranks(table is None or table != self.weights.table or self.weights.why_not is not None) and table is not None:
-            reason = self._learn(table)
-        failed = failed_ranks(reason is not None)
-        self.why_not = reason or (f"the layout of workers {failed} cannot be updated" if failed else None)
-        if self.why_not is not None:
-            logger.info("deltawire: updates are not written to live memory: %s", self.why_not)
+        if failed_ranks(table is None or table != self.weights.table or self.weights.why_not is not None):
+            reason = self._learn(table) if table is not None else reason
+            failed = failed_ranks(reason is not None)
+            if not failed:
+                layout = self.weights.layout
+                assert layout is not None
+                self.weights.own(*share(layout.blocks()))
+                reason = self._find_digest()
+                failed = failed_ranks(reason is not None)
+            reason = reason or (f"the layout of workers {failed} cannot be updated" if failed else None)
+        self.why_not = reason
+        if reason is not None:
+            logger.info("deltawire: updates are not written to live memory: %s", reason)
 
     def adopt(self, ref: CommitRef) -> None:
         """Take the weights for those of a version if their digest is that of the version. All workers do this together. Never raises.
@@ -82,25 +89,11 @@ class LiveUpdates:
         self._staging.forget()
         if self.why_not is not None or ref.digest is None:
             return
-        digest = Digest() if self._digest is None else self._digest
-        if sum_of(digest) == ref.digest:
+        reason = self._find_digest() if self._digest is None else None
+        if failed_ranks(reason is not None):
+            return
+        if sum_of(self._digest or Digest()) == ref.digest:
             self.weights.label(LiveVersion(ref, ref.digest))
-
-    def adopt_later(self, ref: CommitRef) -> None:
-        """Let the staging thread compare the weights with a version that was loaded into them, and take them for it.
-
-        Parameters
-        ----------
-        ref
-            The commit of the version.
-        """
-        self._staging.forget()
-        self.weights.forget()
-        self.weights.is_quarantined = False
-        self._digest = None
-        if self.why_not is None and ref.digest is not None:
-            self._is_adopting = True
-            self._staging.run_later(lambda: self._adopt(ref))
 
     def prepare(self, seq: int) -> None:
         """Begin to stage the update to a commit.
@@ -123,18 +116,19 @@ class LiveUpdates:
         try:
             staged = self._staging.take(seq)
         except Exception as error:
-            agreement(None)(True, None)
+            agree(True, None)
             return SwapOutcome("refused", f"{type(error).__name__}: {error}")
-        outcome = self.weights.swap(staged, agreement(staged.hop.target.digest))
+        outcome = self.weights.swap(staged, agree)
         self._digest = None
         if self.weights.is_unconfirmed:
             self._staging.run_later(self._confirm)
         return outcome
 
     def forget(self) -> None:
-        """Forget the version, because other code has written to the weights."""
+        """Forget the version, because other code has written to the weights. They are then not quarantined."""
         self._staging.forget()
         self.weights.forget()
+        self.weights.is_quarantined = False
         self._digest = None
 
     def status(self) -> dict[str, Any]:
@@ -168,26 +162,21 @@ class LiveUpdates:
     def _learn(self, table: TensorTable) -> str | None:
         """Learn the layout in this worker. Returns why its weights cannot be updated, or None."""
         self._digest = None
-        if world_size() > 1:
-            return "several workers share the model"
         try:
             self.weights.learn(table)
-            if self.weights.why_not is None:
-                self._digest = self.weights.digest().owned
             return self.weights.why_not
         except Exception as error:
             logger.exception("deltawire: the layout of the weights cannot be learnt")
             return f"{type(error).__name__}: {error}"
 
-    def _adopt(self, ref: CommitRef) -> None:
+    def _find_digest(self) -> str | None:
+        """Digest what this worker owns. Returns why that is impossible, or None."""
         try:
-            assert ref.digest is not None
-            self.weights.adopt(LiveVersion(ref, ref.digest))
+            self._digest = self.weights.digest().owned
+            return None
         except Exception as error:
-            logger.exception("deltawire: the loaded weights are not those of the version")
-            self.why_not = f"{type(error).__name__}: {error}"
-        finally:
-            self._is_adopting = False
+            logger.exception("deltawire: the weights cannot be digested")
+            return f"{type(error).__name__}: {error}"
 
     def _confirm(self) -> None:
         try:

@@ -105,15 +105,15 @@ class LiveWeights:
         """Tensors of which no worker holds anything. The first worker digests them."""
         self._rank = 0
 
-    def learn(self, table: TensorTable, share: Callable[[Blocks], tuple[Sequence[Blocks], int]] | None = None) -> None:
+    def learn(self, table: TensorTable) -> None:
         """Learn where the model keeps each element of the chain's tensors. The version is forgotten. Call it on the worker's main thread.
+
+        With several workers, `own` must be called next.
 
         Parameters
         ----------
         table
             The tensors of the chain.
-        share
-            Tells the other workers what this one holds. Returns what each of them holds, and the rank of this one. None for one worker.
         """
         self.forget()
         self.table = self.layout = None
@@ -123,11 +123,23 @@ class LiveWeights:
         limit = {tensor.device: _QUICK_BYTES.get(tensor.device.type, 0) for tensor in self._direct.values()}
         self._is_quick = sum(tensor.nbytes for tensor in self._direct.values()) <= min(limit.values(), default=0)
         self._unreadable = self._hold_unreadable(layout)
-        blocks = layout.blocks()
-        held, self._rank = ([blocks], 0) if share is None else share(blocks)
-        self._owned, self._unheld = find_owned(held, self._rank)
-        layout.owned.update({name: owned.blocks for name, owned in self._owned.items()})
         self.layout = layout
+        self.own([layout.blocks()], 0)
+
+    def own(self, held: Sequence[Blocks], rank: int) -> None:
+        """Find out which elements this worker owns.
+
+        Parameters
+        ----------
+        held
+            The parts of tensors that each worker holds, by rank (`Layout.blocks`).
+        rank
+            The rank of this worker.
+        """
+        assert self.layout is not None
+        self._rank = rank
+        self._owned, self._unheld = find_owned(held, rank)
+        self.layout.owned.update({name: owned.blocks for name, owned in self._owned.items()})
 
     def set(self, *, confirm: Confirm, threads: int | None) -> None:
         """Change settings. Layout and version stay.
@@ -217,8 +229,7 @@ class LiveWeights:
         if version.digest + difference != hop.target.digest:
             raise ResultMismatch(f"the files of {hop.target.describe()} do not lead to its digest {hop.target.digest}.")
         self._rules(update)
-        before_all, after_all = Digests(version.digest), Digests(version.digest + difference)
-        return StagedUpdate(hop, update if hop.files else None, before_all, after_all, update.nbytes)
+        return StagedUpdate(hop, update if hop.files else None, version.digest, version.digest + difference, update.nbytes)
 
     def swap(self, staged: StagedUpdate, agree: Agree) -> SwapOutcome:
         """Write a staged update, together with all other workers. Never raises.
@@ -403,10 +414,10 @@ def _timed(times: dict[str, float], name: str) -> Iterator[None]:
         times[name] = times.get(name, 0.0) + (time.perf_counter() - began) * 1e3
 
 
-def _ask(agree: Agree, digests: Digests | None, errors: list[str], *, since: int = 0) -> bool:
+def _ask(agree: Agree, digest: Digest | None, errors: list[str], *, since: int = 0) -> bool:
     """Tell all workers whether this one noted an error. Returns whether any worker failed, or could not be asked."""
     try:
-        failed = agree(len(errors) > since, digests if len(errors) == since else None)
+        failed = agree(len(errors) > since, digest if len(errors) == since else None)
     except Exception as error:
         logger.exception("deltawire: the workers could not agree")
         errors.append(f"{type(error).__name__}: {error}")

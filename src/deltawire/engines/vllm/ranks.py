@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from ...format.digest import Digest
-from .update_types import Agree, Digests
+
+_Value = TypeVar("_Value")
 
 
 def failed_ranks(failed: bool) -> list[int]:
@@ -15,27 +17,12 @@ def failed_ranks(failed: bool) -> list[int]:
     return [rank for rank, (flag,) in enumerate(_gather([int(failed)])) if flag]
 
 
-def agreement(expected: Digest | None) -> Agree:
-    """Return a function that tells all workers whether this one failed (`update_types.Agree`).
-
-    Parameters
-    ----------
-    expected
-        The digest of the whole state that the digests of all workers must add up to. None if it is not compared.
-    """
-
-    def agree(failed: bool, digests: Digests | None) -> Sequence[int]:
-        lanes = (0, 0, 0, 0) if digests is None else digests.owned.lanes
-        told = _gather([int(failed), int(digests is not None), *lanes])
-        found = [rank for rank, (flag, *_) in enumerate(told) if flag]
-        if found or expected is None or not all(has_digests for _, has_digests, *_ in told):
-            return found
-        total = Digest()
-        for _, _, a, b, c, d in told:
-            total += Digest((a, b, c, d))
-        return [] if total == expected else list(range(len(told)))
-
-    return agree
+def agree(failed: bool, digest: Digest | None) -> Sequence[int]:
+    """Tell the other workers whether this one failed, and to which state its update leads. It is an `update_types.Agree`."""
+    told = _gather([int(failed), *(digest or Digest()).lanes])
+    if found := [rank for rank, (flag, *_) in enumerate(told) if flag]:
+        return found
+    return [] if all(lanes == told[0] for lanes in told) else range(len(told))
 
 
 def sum_of(digest: Digest) -> Digest:
@@ -46,11 +33,15 @@ def sum_of(digest: Digest) -> Digest:
     return total
 
 
-def world_size() -> int:
-    """Return the number of workers."""
+def share(value: _Value) -> tuple[list[_Value], int]:
+    """Tell the other workers a value. Returns the values of all workers, by rank, and the rank of this one."""
     from vllm.distributed.parallel_state import get_world_group
 
-    return int(get_world_group().world_size)
+    group = get_world_group()
+    found: list[Any] = [value] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(found, value, group=group.cpu_group)
+    return found, int(group.rank_in_group)
 
 
 def raises_for_all() -> bool:

@@ -57,17 +57,17 @@ class StagedUpdate:
     update
         The changes. None if the hop has no files, and only the version changes.
     before
-        The digests of the weights that it was decoded against.
+        The digest of the whole state that it was decoded against.
     after
-        The digests that the weights will have.
+        The digest of the whole state that it leads to. Every worker decodes whole tensors, so all workers have the same.
     nbytes
         The memory that the changes occupy.
     """
 
     hop: DeltaHop
     update: LayoutUpdate | None
-    before: Digests
-    after: Digests
+    before: Digest
+    after: Digest
     nbytes: int
 
 
@@ -94,8 +94,8 @@ class SwapOutcome:
     times: Mapping[str, float] = field(default_factory=dict)
 
 
-Agree: TypeAlias = Callable[[bool, Digests | None], Sequence[int]]
+Agree: TypeAlias = Callable[[bool, Digest | None], Sequence[int]]
 """Tells all workers whether this one has failed, and waits for what they tell. Returns the ranks that have failed.
 
-With digests, it also compares the sum over all workers with the digest that is expected. If the sum is wrong, all ranks have failed.
+With the digest of the state that an update leads to, it also compares these digests. If they are not all the same, all ranks have failed.
 """

@@ -1,0 +1,78 @@
+"""Servers with one and two workers follow a chain in their live memory: nothing is loaded, and nothing is kept in a mirror."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from live_server import LiveServer, wait_until
+from tiny_checkpoints import TinyModel, runtime_hashes
+
+from deltawire.chain.reader_options import ReaderOptions
+from deltawire.chain.routes import Routes
+from deltawire.engines import KvCache
+from deltawire.format.digest import Digest
+from deltawire.store import open_store
+from deltawire.subscribe.delta_spool import DeltaSpool
+from deltawire.subscribe.sync_context import SyncContext
+from deltawire.subscribe.tensor_table import read_tensor_table, write_table
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_follows_a_chain_in_its_live_memory(
+    ranks: int, start_run: Callable[[TinyModel], Any], serve: Callable[..., LiveServer]
+) -> None:
+    run = start_run(TinyModel("dense"))
+    first = run.publish(changed=False)
+    faults = run.folder / "faults.json"
+    server = serve(run.checkpoint, ranks=ranks, environment={"DELTAWIRE_TEST_FAULTS": str(faults)}).wait()
+    log = ReaderOptions().open_log(open_store(run.store))
+    commit = log.read(first.seq)
+    assert commit is not None
+    context = SyncContext(log, Routes(log), patience=0)
+    spool = DeltaSpool(run.folder / "spool")
+    write_table(spool.table_path, read_tensor_table(context, context.routes.find(None, commit)[0]))
+    server.routes.initialise({"spool": str(spool.folder)})
+    workers = server.routes.call_workers("deltawire_learn", str(spool.table_path))
+    assert all(worker["live"] for worker in workers), workers
+    total = Digest()
+    for worker in workers:
+        total += Digest.from_hex(worker["digest"])
+    assert total == commit.digest
+    assert all(worker["kept_bytes"] == 0 for worker in workers) == (ranks == 1)
+    workers = server.routes.call_workers("deltawire_adopt", log.ref(commit).plain())
+    assert [worker["seq"] for worker in workers] == [commit.seq] * ranks
+
+    def hop_to(seq: int) -> None:
+        nonlocal commit
+        target = log.read(seq)
+        assert commit is not None
+        assert target is not None
+        context = SyncContext(log, Routes(log), patience=0)
+        for hop in context.routes.find(log.ref(commit), target):
+            spool.put(hop, context)
+        server.routes.prepare(seq)
+        wait_until(lambda: all(worker["staged"] == seq for worker in server.routes.status()), "staging")
+        commit = target
+
+    for number in range(3):
+        before = commit
+        version = run.publish()
+        hop_to(version.seq)
+        if number == 1:  # one of the workers fails: all have the old weights back
+            hashes = server.routes.checksums()
+            faults.write_text(json.dumps({"apply": [ranks - 1]}))
+            answer = server.routes.swap(version.seq, str(version.seq), KvCache.DROP)
+            assert (answer.outcome, answer.running) == ("refused", True), answer
+            assert server.routes.checksums() == hashes
+            faults.unlink()
+            commit = before
+            hop_to(version.seq)
+        answer = server.routes.swap(version.seq, str(version.seq), KvCache.DROP)
+        assert answer.outcome == "made", answer
+        assert all(worker["last"]["loaded_anew"] == 0 for worker in answer.workers)
+        assert server.routes.checksums() == runtime_hashes(run.state, ranks)
