@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from loaded_models import import_vllm
 
 from deltawire.dtypes import dtype_named
 from deltawire.subscribe.tensor_table import TensorSpec
@@ -19,12 +19,10 @@ Load = Callable[[dict[str, Any], str, Any], None]
 
 @functools.cache
 def config() -> Any:
-    with warnings.catch_warnings():  # of other packages
-        warnings.simplefilter("ignore")
-        from vllm.config import VllmConfig
-        from vllm.model_executor.model_loader import get_model_loader  # noqa: F401 (imports what stage 1 needs)
+    import_vllm()
+    from vllm.config import VllmConfig
 
-        return VllmConfig()
+    return VllmConfig()
 
 
 def record(load: Load, parameters: dict[str, Any], table: dict[str, tuple[str, tuple[int, ...]]]) -> Any:

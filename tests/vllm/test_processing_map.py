@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from loaded_models import import_vllm
 
 pytestmark = pytest.mark.slow
 
 Process = Callable[[Any, Any], None]
 
 
-class _Config:
-    class model_config:
-        dtype: Any = None
-
-
 def processed(process: Process, **parameters: Any) -> Any:
     """Return a module that has been loaded with these values and processed, as vLLM does it. It has the raw values in `raw`."""
     import torch
 
-    with warnings.catch_warnings():  # of other packages
-        warnings.simplefilter("ignore")
-        from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-        from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+    import_vllm()
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
     class Kernel:
         def __init__(self) -> None:
@@ -61,7 +55,6 @@ def learn(module: Any) -> Any:
 
     from deltawire.engines.vllm.layout.processing_map import _is_predicted, holds_for, learn_module, storage_units, tensors_of
 
-    _Config.model_config.dtype = torch.bfloat16
     names = list(module.raw["values"])
     before = {path: storage_units(tensor, 8).clone() for path, tensor in tensors_of(module).items()}
     places = {path: tensor.data_ptr() for path, tensor in tensors_of(module).items()}
@@ -80,11 +73,7 @@ def learn(module: Any) -> Any:
 def _current() -> Any:
     from vllm.config import VllmConfig
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = VllmConfig()
-    config.model_config = _Config.model_config
-    return config
+    return VllmConfig()
 
 
 def values(*shape: int, kind: str = "bfloat16", seed: int = 3) -> Any:
@@ -195,11 +184,8 @@ def test_requantising_with_the_largest_scale_is_arithmetic_although_equal_scales
 
 
 def learn_only(module: Any) -> Any:
-    import torch
-
     from deltawire.engines.vllm.layout.processing_map import learn_module
 
-    _Config.model_config.dtype = torch.bfloat16
     return learn_module(module, _current(), list(module.raw["values"]))
 
 

@@ -122,6 +122,60 @@ def test_fused_fp8_weights_with_one_scale_are_requantised_as_in_a_fresh_load(tmp
     assert "lm_head.weight" in differing  # it was not processed, so it is still that of the first version
 
 
+@pytest.mark.usefixtures("_requantising")
+def test_a_learnt_layout_says_what_is_reprocessed_and_gives_its_raw_tensors(tmp_path: Path) -> None:
+    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.module_shell import tensors_of
+    from deltawire.engines.vllm.recompute import reprocess
+    from deltawire.subscribe.tensor_table import TensorSpec
+    from deltawire.tensors.torch_types import dtype_of
+
+    model = TinyModel("tensor", scale=4, layers=1)
+    checkpoints = [fp8_per_tensor(tmp_path / str(number), model, state) for number, state in enumerate(two_versions(model))]
+    live, fresh = (load_model(checkpoint) for checkpoint in checkpoints)
+    new = read_checkpoint(checkpoints[1])
+    table = {name: TensorSpec(dtype_of(tensor), tuple(tensor.shape)) for name, tensor in sorted(new.items())}
+    layout = learn_layout(live.model, live.vllm_config, table)
+    name = "model.layers.0.self_attn.qkv_proj"
+    parts = {f"model.layers.0.self_attn.{part}_proj.weight{suffix}" for part in "qkv" for suffix in ("", "_scale")}
+    assert set(layout.modules[name].inputs) == parts
+    assert layout.modules[name].how == "reprocess"
+    assert {layout.tensors[part].kind for part in parts} == {"module"}
+    assert layout.tensors["lm_head.weight"].kind == "direct"
+    module = live.model.get_submodule(name)
+    results = reprocess(module, layout.raw(name, lambda part: new[part]), live.vllm_config)
+    for path, tensor in tensors_of(fresh.model.get_submodule(name)).items():
+        assert results[path].contiguous().view(-1).view(torch_bytes()).equal(tensor.contiguous().view(-1).view(torch_bytes())), path
+
+
+def torch_bytes() -> Any:
+    import torch
+
+    return torch.uint8
+
+
+def test_the_installed_vllm_says_where_experts_are_moved() -> None:
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
+
+    assert "moe_parallel_config" in FusedMoEConfig.__annotations__
+    assert "enable_eplb" in FusedMoEParallelConfig.__annotations__
+
+
+def test_making_a_shell_leaves_the_record_of_loaders_alone(tmp_path: Path) -> None:
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    from deltawire.engines.vllm.module_shell import make_shell
+
+    model = TinyModel("moe", experts=4, layers=1)
+    live = load_model(model.save(tmp_path / "start", model.state()))
+    for module in (live.model.model.layers[0].self_attn.qkv_proj, live.model.model.layers[0].mlp.experts.routed_experts):
+        recorded = [vars(meta).get("weight_loader") for meta in LAYERWISE_INFO[module].restore_metadata[0].values()]
+        shell = make_shell(module)
+        assert [vars(meta).get("weight_loader") for meta in LAYERWISE_INFO[module].restore_metadata[0].values()] == recorded
+        assert not any(getattr(loader, "__self__", None) is shell for loader in recorded)
+        assert shell.quant_method is not module.quant_method, "processing keeps results in the method"
+
+
 def test_the_derived_projections_of_mla_are_recomputed_in_place(tmp_path: Path) -> None:
     from deltawire.engines.vllm.recompute import derived_from, recompute, rule_for
 
@@ -264,12 +318,16 @@ class BaseKVCacheMethod(_Method):
     """Has the name of vLLM's class for the scales of a KV cache."""
 
 
+_BALANCED = types.SimpleNamespace(moe_parallel_config=types.SimpleNamespace(enable_eplb=True))
+"""The part of vLLM's configuration of experts that says whether they are moved."""
+
+
 @pytest.mark.parametrize(
     ("method", "attributes", "classes", "how", "reason"),
     [
         (_Method(), {}, {("scale", "scale"): "arithmetic", ("weight", "weight"): "permutation"}, "reprocess", "computes scale"),
         (_Method(), {}, {("weight", "weight"): "failed"}, "load_anew", "fails on a copy"),
-        (_Method(), {"enable_eplb": True}, {}, "refuse", "EPLB"),
+        (_Method(), {"moe_config": _BALANCED}, {}, "refuse", "EPLB"),
         (_Method(), {"dnnl_handler": object()}, {}, "load_anew", "in dnnl_handler"),
         (OnlineLinearBase(), {}, {}, "load_anew", "quantises weights after loading"),
         (BaseKVCacheMethod(), {}, {}, "load_anew", "scales as numbers"),

@@ -7,7 +7,9 @@ the kernels of that are copies too, because processing keeps results in them.
 from __future__ import annotations
 
 import copy
+import enum
 import inspect
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +33,7 @@ def make_shell(module: Any) -> Any:
         A module with a quantisation method, from a model that vLLM has loaded.
     """
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
-    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     copies: dict[int, Any] = {}
@@ -41,14 +43,17 @@ def make_shell(module: Any) -> Any:
     info = LAYERWISE_INFO[module]
     kept = [{name: value for name, value in held.items() if name not in raw and _is_kept(name, value)} for held, raw in _both(module, info)]
     shell._parameters, shell._buffers = ({name: _clone(value) for name, value in held.items()} for held in kept)
-    shell._modules = dict(module._modules)
+    shell._modules = {
+        name: _copied_state(part, copies, _DEPTH) if name == "quant_method" else part for name, part in module._modules.items()
+    }
     shell._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     shell.__dict__.pop(_CALLED, None)
     with info.restore_device:
         for registered, raw in zip((shell._parameters, shell._buffers), info.restore_metadata, strict=True):
             for name, meta in raw.items():
                 shell.__dict__.pop(name, None)
-                registered[name] = materialize_meta_tensor(restore_layer_refs(meta, shell))
+                # a copy of the record gets the shell, because loaders of the live module are made from the record too
+                registered[name] = materialize_meta_tensor(restore_layer_refs(to_meta_tensor(meta), shell))
     return shell
 
 
@@ -69,8 +74,13 @@ def process(shell: Any, vllm_config: Any) -> None:
     """
     from vllm.config import set_current_vllm_config
 
-    with set_current_vllm_config(vllm_config), torch.no_grad():
-        shell.quant_method.process_weights_after_loading(shell)
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(getattr(vllm_config.model_config, "dtype", default))  # as vLLM's loader does
+        with set_current_vllm_config(vllm_config), torch.no_grad():
+            shell.quant_method.process_weights_after_loading(shell)
+    finally:
+        torch.set_default_dtype(default)
 
 
 def tensors_of(module: Any) -> dict[str, torch.Tensor]:
@@ -110,19 +120,23 @@ def _clone(value: Any) -> Any:
 
 
 def _copied(value: Any, copies: dict[int, Any], depth: int) -> Any:
-    """Return a copy of a tensor, or of an object of vLLM and of what it holds. Modules, functions and all else are shared."""
+    """Return a copy of a tensor, of a container, or of an object and of what it holds. Modules, functions and all else are shared."""
     if id(value) in copies:
         return copies[id(value)]
     if _is_tensor(value):
-        found = _clone(value)
-    elif depth and _is_state(value):
-        found = copy.copy(value)
-        copies[id(value)] = found
-        for name, part in vars(value).items():
-            object.__setattr__(found, name, None if name in _FORGOTTEN else _copied(part, copies, depth - 1))
-    else:
-        return value
+        found = copies[id(value)] = _clone(value)
+        return found
+    if type(value) in (dict, list, set):
+        return copy.copy(value)
+    return _copied_state(value, copies, depth) if depth and is_state(value) else value
+
+
+def _copied_state(value: Any, copies: dict[int, Any], depth: int) -> Any:
+    """Return a copy of a method, which may be a module too, or of a kernel."""
+    found = copy.copy(value)
     copies[id(value)] = found
+    parts = {name: None if name in _FORGOTTEN else _copied(part, copies, depth - 1) for name, part in vars(value).items()}
+    object.__setattr__(found, "__dict__", parts)  # also if it is frozen
     return found
 
 
@@ -130,16 +144,20 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _is_state(value: Any) -> bool:
-    """Return whether a value is a method, a kernel, or a similar object of vLLM. Groups of ranks, for example, must not be copied."""
-    is_object = hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)) and not inspect.isroutine(value)
-    return is_object and type(value).__module__.startswith("vllm.model_executor.") and not hasattr(value, "__del__")
+def is_state(value: Any) -> bool:
+    """Return whether a value is a method, a kernel, or a similar object.
+
+    Groups of ranks are none, and objects that free something at their end are none: the end of a copy would free what the live module uses.
+    """
+    is_object = hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType, torch.nn.Module, enum.Enum))
+    is_foreign = type(value).__module__.startswith(("torch.", "builtins", "vllm.config", "vllm.distributed", "transformers."))
+    return is_object and not inspect.isroutine(value) and not is_foreign and not hasattr(value, "__del__")
 
 
 def _tensors_in(attributes: dict[str, Any], path: str, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in attributes.items():
         if _is_tensor(value):
             yield path + name, value
-        elif depth and _is_state(value) and id(value) not in seen:
+        elif depth and is_state(value) and id(value) not in seen:
             seen.add(id(value))
             yield from _tensors_in(vars(value), f"{path}{name}.", seen, depth - 1)

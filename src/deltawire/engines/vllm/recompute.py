@@ -57,7 +57,7 @@ def rule_for(module: Any, name: str, classes: Mapping[tuple[str, str], str], *, 
     method = getattr(module, "quant_method", None)
     bases = {base.__name__ for base in type(method).__mro__}
     kind = type(method).__name__
-    if getattr(module, "enable_eplb", False):
+    if moves_experts(module):
         return ModuleRule(name, "refuse", found, "expert load balancing (EPLB) moves its experts while the server runs")
     if bases & _ONLINE:
         return ModuleRule(name, "load_anew", found, f"{kind} quantises weights after loading")
@@ -69,6 +69,12 @@ def rule_for(module: Any, name: str, classes: Mapping[tuple[str, str], str], *, 
         return ModuleRule(name, "load_anew", found, f"{kind} keeps results in {hidden}")
     computed = sorted({output for (_, output), kind_of_output in classes.items() if kind_of_output == ARITHMETIC})
     return ModuleRule(name, "reprocess", found, f"{kind} computes {', '.join(computed) or 'its tensors'}")
+
+
+def moves_experts(module: Any) -> bool:
+    """Return whether expert load balancing (EPLB) moves the experts of a module while the server runs."""
+    parallel = getattr(getattr(module, "moe_config", None), "moe_parallel_config", None)
+    return bool(getattr(parallel, "enable_eplb", False))
 
 
 def derived_from(module: Any) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from ....dtypes import DType
 from ....subscribe.tensor_table import TensorSpec, TensorTable
 from ....tensors.torch_types import torch_dtype
+from ..recompute import FAILED, derived_from, moves_experts, rule_for
 from . import loader_copies, processing_map
 from .loader_copies import LoaderCopies, LoaderCopy, RawParameter, reach, record_copies
 from .nests import compose, fit, is_contiguous, nest_of, positions_of
@@ -62,6 +63,8 @@ class ModelLayout:
         The tensors whose memory the layout describes: their modules, and how they are reached from there.
     facts
         How it was learnt.
+    copies
+        For modules with rules: what loaders copy to their raw parameters.
     """
 
     def __init__(
@@ -70,12 +73,14 @@ class ModelLayout:
         modules: Mapping[str, ModuleRule],
         held: Sequence[tuple[Any, processing_map.Path]] = (),
         facts: LearningFacts | None = None,
+        copies: Mapping[str, Sequence[tuple[str, LoaderCopy]]] | None = None,
     ) -> None:
         self.tensors = tensors
         self.modules = modules
         self.facts = facts or LearningFacts()
         self.owned: dict[str, frozenset[int]] = {}
         """For tensors of which other workers own some elements: the numbers of the placements that this worker owns."""
+        self._copies = copies or {}
         self._held = list(held)
         self._addresses = self._current_addresses()
 
@@ -97,6 +102,27 @@ class ModelLayout:
         for module, path in self._held:
             tensor = _at(module, path)
             found.append(None if tensor is None else (tensor.data_ptr(), tensor.untyped_storage().data_ptr()))
+        return found
+
+    def raw(self, module: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the raw parameters of a module as loaders leave them, before vLLM processes them. Padding is zero bits.
+
+        Parameters
+        ----------
+        module
+            The name of a module that has a rule (`modules`).
+        read
+            Returns a whole tensor of the chain, in checkpoint layout.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name, copy in self._copies[module]:
+            tensor, meta = read(name), copy.parameter.meta
+            if copy.parameter.name not in found:
+                blank = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=tensor.device)
+                storage_units(blank, 8).zero_()
+                found[copy.parameter.name] = blank
+            flat = _flat(found[copy.parameter.name])
+            copy.nest.view(flat).copy_(_source_view(copy.nest, tensor.contiguous().view(-1)))
         return found
 
     def blocks(self) -> Mapping[str, Sequence[tuple[Nest, ...]]]:
@@ -202,6 +228,7 @@ class _Learner:
         self._most_bytes = most_bytes
         self._found = {name: _Found() for name in sorted(table)}
         self._rules: dict[str, ModuleRule] = {}
+        self._copies: dict[str, list[tuple[str, LoaderCopy]]] = {}
         self._maps: dict[tuple[Any, ...], ModuleMap] = {}
         self._held: dict[tuple[int, processing_map.Path], tuple[Any, processing_map.Path]] = {}
         self._composed: dict[tuple[Nest, Nest], list[tuple[Nest, ...]]] = {}
@@ -220,6 +247,8 @@ class _Learner:
             parameter = module_copies[0][1].parameter
             names = sorted({each.parameter.name for _, each in module_copies})
             learnt = self._learn(parameter, names)
+            if learnt.arithmetic:
+                self._copies[parameter.module_name] = module_copies
             live = _live_tensors(parameter.module)
             known |= {live[path].untyped_storage().data_ptr() for path in learnt.constant if path in live}
             for name, each in module_copies:
@@ -238,15 +267,16 @@ class _Learner:
             for module in layout.modules:
                 inputs[module].append(name)
         rules = {name: ModuleRule(name, rule.how, tuple(inputs[name]), rule.reason) for name, rule in self._rules.items() if inputs[name]}
-        return ModelLayout(tensors, rules, list(self._held.values()), self.facts)
+        copies = {name: found for name, found in self._copies.items() if name in rules}
+        return ModelLayout(tensors, rules, list(self._held.values()), self.facts, copies)
 
     def _learn(self, parameter: RawParameter, names: Sequence[str]) -> ModuleMap:
         """Return what processing does with these raw parameters."""
         module = parameter.module
         if processing_map.is_attention(module):
-            reason = "vLLM computes the scales of the KV cache from it"
-            self._rules.setdefault(parameter.module_name, ModuleRule(parameter.module_name, "recompute", (), reason))
-            return ModuleMap(arithmetic=dict.fromkeys(names, reason))
+            return ModuleMap(arithmetic=dict.fromkeys(names, "vLLM computes the scales of the KV cache from it"))
+        if moves_experts(module):
+            return ModuleMap(arithmetic=dict.fromkeys(names, "expert load balancing (EPLB) moves its experts while the server runs"))
         if not processing_map.is_processed(module):
             return _identity(module, names)
         try:
@@ -254,7 +284,7 @@ class _Learner:
         except Exception as error:  # one module that is unlike all others must not cost the layout of the others
             reason = str(error) if isinstance(error, NotLearnt) else f"its processing cannot be learnt: {type(error).__name__}: {error}"
             self.facts.unlearnt[parameter.module_name] = reason
-            return ModuleMap(arithmetic=dict.fromkeys(names, reason))
+            return ModuleMap(arithmetic=dict.fromkeys(names, reason), classes={(name, name): FAILED for name in names})
 
     def _learn_processing(self, module: Any, names: Sequence[str]) -> ModuleMap:
         key = (*processing_map.same_processing(module), tuple(names))
@@ -279,7 +309,8 @@ class _Learner:
         if reason is not None:
             found.reasons.append(f"{parameter.module_name}: {reason}")
             found.modules.add(parameter.module_name)
-            self._rules.setdefault(parameter.module_name, ModuleRule(parameter.module_name, "load_anew", (), reason))
+            rule = rule_for(parameter.module, parameter.module_name, learnt.classes or {(raw_name, raw_name): FAILED})
+            self._rules.setdefault(rule.name, ModuleRule(rule.name, rule.how, (), reason))
         for unit_map in maps:
             live = _at(parameter.module, unit_map.path)
             if live is None:
@@ -317,10 +348,9 @@ class _Learner:
             derived = [path for path, tensor in _live_tensors(module).items() if _is_derived(path, tensor, known)]
             if not derived:
                 continue
-            is_attention = processing_map.is_attention(module)
             name = names.get(id(module), name)
             reason = f"vLLM computes {'.'.join(derived[0])} of {name} from it"
-            self._rules[name] = ModuleRule(name, "recompute" if is_attention else "load_anew", (), reason)
+            self._rules[name] = ModuleRule(name, "recompute" if derived_from(module) else "load_anew", (), reason)
             for source in _inputs(model, name, module):
                 for tensor_name, _ in by_module.get(id(source), ()):
                     self._found[tensor_name].modules.add(name)
@@ -466,6 +496,12 @@ def _gather(spec: TensorSpec, placements: Sequence[Placement]) -> torch.Tensor:
         pairs = units.view(-1, 2)
         whole = (pairs[:, 0] | (pairs[:, 1] << 4)).view(whole.dtype)
     return whole.view(torch_dtype(spec.dtype)).view(spec.shape)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole storage of a tensor, flat, in its own type."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (storage.nbytes() // tensor.element_size(),))
 
 
 def _source_view(nest: Nest, units: torch.Tensor) -> torch.Tensor:

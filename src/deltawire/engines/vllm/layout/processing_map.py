@@ -15,8 +15,6 @@ What fails any of these is *arithmetic*: the module must be processed again, or 
 
 from __future__ import annotations
 
-import copy
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +22,8 @@ from typing import Any
 import torch
 
 from ....tensors.torch_types import dtype_of
+from ..module_shell import is_state, make_shell, process, raw_of
+from ..recompute import ARITHMETIC, FAILED
 from .loader_copies import raw_tensors
 from .nests import fit
 from .types import Nest
@@ -35,9 +35,6 @@ _PIECE = 1 << 24
 _MOST_COPIES = 8
 """If processing repeats a unit more often than this, it counts as arithmetic."""
 _DEPTH = 4
-_RESET = ("moe_kernel", "moe_quant_config")
-"""Attributes of a quantisation method that make vLLM skip a part of the processing if they are set."""
-_ALREADY = "_already_called_process_weights_after_loading"
 _FEW = 64
 """Parameters with fewer units than this are filled with random values several times."""
 
@@ -72,6 +69,8 @@ class ModuleMap:
     """By the names of raw parameters."""
     arithmetic: dict[str, str] = field(default_factory=dict)
     """Raw parameters from which something is computed, with what it is."""
+    classes: dict[tuple[str, str], str] = field(default_factory=dict)
+    """The class of each result that is not a permutation, by parameter and result (see recompute.py)."""
     constant: set[Path] = field(default_factory=set)
     """Results that depend on none of the parameters that were looked at."""
     runs: int = 0
@@ -225,23 +224,24 @@ class _Study:
         for name in self.names:
             if "idx" in name:
                 found.arithmetic[name] = "it holds positions, which are not weights"
+                found.classes[name, name] = FAILED
                 continue
             try:
                 maps, computed = self._learn_parameter(name, neutral, live)
-            except NotLearnt as error:
-                found.arithmetic[name] = str(error)
-                continue
             except Exception as error:
                 found.arithmetic[name] = f"its processing fails: {_brief(error)}"
+                found.classes[name, name] = FAILED
                 continue
             found.maps[name] = maps
             dependent |= {each.path for each in maps} | set(computed)
             if computed:
                 found.arithmetic[name] = f"vLLM computes {', '.join('.'.join(path) for path in sorted(computed)[:3])} from it"
+                found.classes |= {(name, ".".join(path)): ARITHMETIC for path in computed}
         for path in self.wrong_in_random_run(found.maps):
             for name, maps in found.maps.items():
                 if any(each.path == path for each in maps):
                     found.arithmetic[name] = f"{'.'.join(path)} depends on several parameters"
+                    found.classes[name, ".".join(path)] = ARITHMETIC
                     found.maps[name] = [each for each in maps if each.path != path]
         found.constant = neutral.shapes.keys() - dependent
         found.runs = self.runs
@@ -369,17 +369,9 @@ class _Study:
     # Running the processing
 
     def _run(self, fills: Mapping[str, torch.Tensor]) -> _Run:
-        from vllm.config import set_current_vllm_config
-
         shell = self._shell(fills)
         self.runs += 1
-        default = torch.get_default_dtype()
-        try:
-            torch.set_default_dtype(self.config.model_config.dtype)
-            with torch.no_grad(), set_current_vllm_config(self.config):
-                shell.quant_method.process_weights_after_loading(shell)
-        finally:
-            torch.set_default_dtype(default)
+        process(shell, self.config)
         found = _Run({}, {}, {})
         seen: set[int] = set()
         for path, value in _reachable(shell):
@@ -394,37 +386,18 @@ class _Study:
         return found
 
     def _shell(self, fills: Mapping[str, torch.Tensor]) -> Any:
-        """Return a copy of the module with raw parameters of its own."""
-        memo: dict[int, Any] = {}
-        shell = _own_copy(self.module, memo)
-        attributes = vars(shell)
-        for name in self.raw:
-            attributes.pop(name, None)
-        attributes.pop(_ALREADY, None)
-        absent = {name: None for name, tensor in self.module._parameters.items() if tensor is None}
-        attributes["_parameters"], attributes["_buffers"] = {**absent}, {}
-        for name, meta in self.raw.items():
-            tensor = self._materialised(meta, fills.get(name))
-            attributes["_buffers" if name in self.buffers else "_parameters"][name] = tensor
-        for key in ("quant_method", "scheme", "moe_config", "kernel"):
-            held = attributes if key in attributes else attributes["_modules"]  # a method may be a module too
-            if (value := held.get(key)) is not None and hasattr(value, "__dict__"):
-                held[key] = _copy_helpers(value, memo, _DEPTH - 1)
+        """Return a copy of the module whose raw parameters have these values, or neutral ones."""
+        shell = make_shell(self.module)
+        for name, tensor in raw_of(shell).items():
+            memory = storage_units(tensor, 8)
+            if name in fills:
+                memory.copy_(fills[name].view(torch.int8)[: memory.numel()])
+            elif tensor.is_floating_point():
+                ones = _power_of_two(torch.zeros(_storage_elements(tensor), device=self.device), tensor.dtype)
+                memory.copy_(_bit_view(ones).view(torch.int8))
+            else:
+                memory.zero_()
         return shell
-
-    def _materialised(self, meta: torch.Tensor, fill: torch.Tensor | None) -> torch.Tensor:
-        from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
-
-        with self.device:
-            tensor = materialize_meta_tensor(meta)
-        memory = storage_units(tensor, 8)
-        if fill is not None:
-            memory.copy_(fill.view(torch.int8)[: memory.numel()])
-        elif meta.dtype.is_floating_point:
-            memory.copy_(_bit_view(_power_of_two(torch.zeros(_storage_elements(tensor), device=self.device), meta.dtype)).view(torch.int8))
-        else:
-            memory.zero_()
-        return tensor
 
 
 class _Decoder:
@@ -568,50 +541,6 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.storage_offset(), tensor.untyped_storage().nbytes()
 
 
-def _own_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy that shares what its attributes refer to, except tensors, lists and dictionaries."""
-    made = copy.copy(value)
-    if hasattr(value, "__dict__"):
-        object.__setattr__(made, "__dict__", {key: _own_part(key, each) for key, each in vars(value).items()})  # also if it is frozen
-    memo[id(value)] = made
-    return made
-
-
-def _own_part(key: str, value: Any) -> Any:
-    """Return a copy of an attribute that processing might write to. Parameters and buffers are replaced later."""
-    if key in _RESET:
-        return None
-    if key in ("_parameters", "_buffers"):
-        return dict(value)
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) in (dict, list, set):
-        return copy.copy(value)
-    return value
-
-
-def _copy_helpers(value: Any, memo: dict[int, Any], depth: int) -> Any:
-    """Return a copy of an object of vLLM and of the objects of vLLM that it refers to.
-
-    Objects that free something when they end are shared, because the end of a copy would free what the live module uses.
-    """
-    if id(value) in memo:
-        return memo[id(value)]
-    if hasattr(type(value), "__del__") or type(value).__module__.startswith("vllm.distributed"):
-        return value
-    made = _own_copy(value, memo)
-    for key, each in list(vars(made).items()) if depth else ():
-        if _is_helper(each) and not isinstance(each, torch.nn.Module):
-            vars(made)[key] = _copy_helpers(each, memo, depth - 1)
-    return made
-
-
-def _is_helper(value: Any) -> bool:
-    kind = type(value)
-    is_code = isinstance(value, (type, types.FunctionType, types.MethodType, types.ModuleType))
-    return hasattr(value, "__dict__") and not is_code and not kind.__module__.startswith(("torch", "builtins", "vllm.config", "enum"))
-
-
 def _reachable(module: Any) -> Iterator[tuple[Path, Any]]:
     """Yield the tensors and the floats that a module and its helpers hold."""
     seen: set[int] = {id(module)}
@@ -634,7 +563,7 @@ def _within(value: Any, path: Path, seen: set[int], depth: int) -> Iterator[tupl
         inner: list[tuple[str, Any]] = [(str(key), each) for key, each in value.items()]
     elif isinstance(value, (list, tuple)):
         inner = [(str(number), each) for number, each in enumerate(value[:64])]
-    elif _is_helper(value) and (not isinstance(value, torch.nn.Module) or path == ("quant_method",)):
+    elif is_state(value) or (path == ("quant_method",) and isinstance(value, torch.nn.Module)):
         inner = [(name, each) for name, each in vars(value).items() if not name.startswith("_forward")]
     else:
         return
