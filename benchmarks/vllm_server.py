@@ -29,7 +29,7 @@ _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 """vLLM's fused layers, and the layers of the checkpoint that each of them holds, one after the other."""
 
 
-def new_model(folder: Path, *, width: int, layers: int) -> State:
+def new_model(folder: Path, *, width: int, layers: int, experts: int = 0) -> State:
     """Write a model with random bf16 weights to a checkpoint directory, and return a copy of its weights.
 
     Parameters
@@ -40,26 +40,32 @@ def new_model(folder: Path, *, width: int, layers: int) -> State:
         Multiplies the hidden size (64), the intermediate size and the number of heads.
     layers
         The number of layers.
+    experts
+        The number of experts of each layer, of which each token uses two. 0 makes a dense model.
     """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=_VOCABULARY,
-        hidden_size=64 * width,
-        intermediate_size=128 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=4 * width,
-        num_key_value_heads=2 * width,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    settings = {
+        "vocab_size": _VOCABULARY,
+        "hidden_size": 64 * width,
+        "intermediate_size": 128 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4 * width,
+        "num_key_value_heads": 2 * width,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    model = Qwen3ForCausalLM(Qwen3Config(**settings))
+    if experts:
+        settings |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64 * width, "mlp_only_layers": []}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))
+    model.to(torch.bfloat16).save_pretrained(folder)
     _save_tokenizer(folder)
     saved = Checkpoint(folder)
     return {name: np.array(saved[name]) for name in saved}
@@ -102,6 +108,11 @@ class VllmServer:
         variables = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": python_path}
         with log.open("wb") as output:
             self._process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=output, stderr=output, start_new_session=True)
+
+    @property
+    def session(self) -> int:
+        """The id of the session to which all processes of the server belong."""
+        return self._process.pid
 
     def wait(self) -> None:
         """Return when the server answers. Raise an error that contains the end of its log if it ends, or takes too long."""
