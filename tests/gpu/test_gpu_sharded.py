@@ -195,6 +195,47 @@ def test_ranks_choose_the_scales_of_groups_on_the_gpu_except_at_edges(recipe, sn
     assert len(on_gpu) == 3 * len(versions)  # all ranks choose some
 
 
+@pytest.mark.parametrize(("recipe", "snapshot"), [("fp8-block", "device"), ("fp8-tensor", "device"), ("nvfp4", "host"), ("int4", "device")])
+def test_ranks_do_not_write_codes_of_rows_that_begin_where_blocks_and_parts_do(recipe, snapshot, monkeypatch):
+    """The deltas back, of which a skip is made, come from codes that are not written, too."""
+    random = torch.Generator().manual_seed(4)
+    shapes = {"self_attn.q_proj": (256, 64), "mlp.down_proj": (256, 128)}
+    versions = [
+        {f"model.layers.0.{name}.weight": (torch.randn(*shape, generator=random) * 0.02).to(DEVICE) for name, shape in shapes.items()}
+    ]
+    versions[0]["model.norm.weight"] = torch.ones(512, device=DEVICE)
+    for _ in range(4):
+        versions.append({name: tensor * 1.02 for name, tensor in versions[-1].items()})
+    whole, parts = MemoryStore(), MemoryStore()
+    given = {"quantise": recipe, "attachments": {"config.json": b"{}"}, "options": WriterOptions(threads=1, segment_bytes=9000)}
+    with deltawire.Publisher(whole, **given) as publisher:
+        expected = [publisher.publish({name: array_of(tensor) for name, tensor in each.items()}).digest for each in versions]
+
+    def work(ranks):
+        with ShardedPublisher(ranks, parts, snapshot=snapshot, **given) as publisher:
+            found = [publisher.publish(held_by(versions[0], ranks.rank)).digest]
+            ranks.exchange(b"published")
+            if ranks.rank == 0:
+                monkeypatch.setattr(
+                    GpuQuantiser, "codes_of", lambda self, recipe, shards, scales: [pytest.fail("codes are written") for _ in shards]
+                )
+            ranks.exchange(b"watched")
+            found += [publisher.publish(held_by(each, ranks.rank)).digest for each in versions[1:]]
+            publisher.flush()
+            return found
+
+    for found in run_ranks(SIZE, work):
+        if isinstance(found, BaseException):
+            raise found
+        assert found == expected
+    assert any(entry.key.startswith("skip/") for entry in parts.list(""))
+    assert read(parts) == read(whole)
+    with deltawire.Subscriber(parts, options=deltawire.ReaderOptions(pin=False), threads=1) as reader:
+        reader.sync(seq=1)
+        reader.sync()  # by the skip
+        assert reader.version.digest == expected[-1]
+
+
 def held_by_third(state, rank):
     """Return some rows of each tensor. The edges of scales are not at multiples of 512 bytes."""
     held = {}
@@ -352,8 +393,9 @@ def test_a_rank_holds_as_many_copies_of_its_shard_as_the_table_says(mode, monkey
             publisher.flush()
             model["model.norm.weight"].mul_(2)
     assert seen == [[on_the_gpu, on_the_host]]
-    if "quantise" in given:  # segments are made on the GPU, one at a time
-        assert len(made) > 1
+    if "quantise" in given:  # scales, and the norm in bfloat16, are made on the GPU; codes are not written
+        assert len(made) == (1 if "snapshot" in given else 2)
+        assert sum(each["gpu"] for each in made) == 2 * 4 + 64 * 2
         assert {each["host"] for each in made} == {0}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..quantise import QuantisedLayout
 from ..quantise.whole_weights import unwritten_roles
@@ -48,8 +48,26 @@ def batches_of_quantised(
 
     if not can_be_quantised_as_read(layout.weights, weights, device):
         return None
-    most = max(int(_WRITTEN_SHARE * table.state_bytes), _LEAST_WRITTEN)
-    return cut_batches([_written_bytes(layout, table, segment) for segment in segments], most)
+    return _cut_by_written([_written_bytes(layout, table, segment) for segment in segments], table.state_bytes)
+
+
+def batches_of_parts(
+    written_bytes: Callable[[str], int], baseline: State, parts: State | None, table: TensorTable, segments: Sequence[Segment]
+) -> Sequence[Sequence[int]] | None:
+    """Return the batches of one process that publishes parts of tensors. None: one segment at a time.
+
+    `parts` are all parts, if they exist already. If not, `written_bytes` are the bytes of new memory that the part of a tensor takes.
+    """
+    if not are_on_gpu(baseline):
+        return None
+    if parts is not None:
+        return cut_batches([segment.raw for segment in segments], _BATCH_BYTES) if are_on_gpu(parts) else None
+    costs = [sum(map(written_bytes, table.names_of(segment))) for segment in segments]
+    return _cut_by_written(costs, sum(segment.raw for segment in segments))
+
+
+def _cut_by_written(costs: Sequence[int], published: int) -> Sequence[Sequence[int]]:
+    return cut_batches(costs, max(int(_WRITTEN_SHARE * published), _LEAST_WRITTEN))
 
 
 def _written_bytes(layout: QuantisedLayout, table: TensorTable, segment: Segment) -> int:

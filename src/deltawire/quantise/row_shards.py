@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..codec import default_codec
+from ..codec.bits import DeviceBits
 from ..dtypes import DType
 from ..tensors.state import thread_count
 from . import reference
@@ -60,8 +61,12 @@ class ShardQuantiser(Protocol):
         ...
 
 
-class GroupScaleChooser(Protocol):
-    """Chooses scales of groups where the shards are: `GpuQuantiser`, for recipes whose blocks are groups in a row."""
+class OnGpu(Protocol):
+    """Works on shards on a GPU: chooses scales of groups there, and need not write codes. Only `GpuQuantiser` does this."""
+
+    def unwritten_codes(self, recipe: Recipe, shards: Sequence[RowShard], scales: Sequence[Scales], itemsize: int) -> Sequence[DeviceBits]:
+        """Return what stands for the codes of shards. Kernels make them when they encode."""
+        ...
 
     def largest_of(self, recipe: Recipe, shards: Sequence[RowShard]) -> NDArray[np.float32]:
         """Return the largest magnitude in each shard. Raise `NonFiniteWeights` if an element is NaN or infinite."""

@@ -39,7 +39,7 @@ class TensorPart:
     Parameters
     ----------
     elements
-        The elements: a NumPy array or a torch tensor of one dimension.
+        The elements: a NumPy array or a torch tensor of one dimension, or an `UnwrittenTensor`.
     shape
         The shape of the whole tensor.
     start
@@ -82,6 +82,15 @@ class UnwrittenTensor:
     bits: DeviceBits
     dtype: DType
     check: Callable[[], None]
+
+    @property
+    def size(self) -> int:
+        return self.bits.size
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the elements would have in memory."""
+        return self.size * self.dtype.itemsize
 
 
 @dataclass(slots=True)  # a frozen dataclass would take three times as long to make

@@ -23,7 +23,7 @@ from ...tensors import torch_types
 from ...tensors.bits import TensorPart
 from ..upload.segments import SEGMENT_BYTES
 from .division import Parts, Reader, bytes_of, elements_of
-from .group_scales import GroupScales, choose_own_groups, copy_from_hosts, find_group_maxima, is_chooser
+from .group_scales import GroupScales, choose_own_groups, copy_from_hosts, find_group_maxima, is_on_gpu
 from .ranges import ElementRange
 from .ranks import Ranks, together
 from .shares import Share
@@ -158,6 +158,10 @@ class AgreedScales:
             assert elements.size == stop - start
         return TensorPart(elements, output.shape, start)
 
+    def is_on_gpu(self, output: Output) -> bool:
+        """Tell whether the scales of a weight are on a GPU already."""
+        return output.role == "scale" and output.weight is not None and output.weight.module in self._groups
+
     # The steps of `agree_on_scales`
 
     def find_maxima(self, held: Mapping[str, TensorPart], quantisers: ShardQuantisers) -> None:
@@ -166,7 +170,7 @@ class AgreedScales:
             shards = [share.shard(held) for share in shares]
             for quantiser, numbers in quantisers.by_device(shards):
                 own = [shards[number] for number in numbers]
-                if is_chooser(quantiser) and self._recipe.group_size:
+                if is_on_gpu(quantiser) and self._recipe.group_size:
                     made = [
                         GroupScales(self._layout, shares[number], self._rank, shard) for number, shard in zip(numbers, own, strict=True)
                     ]
@@ -258,7 +262,7 @@ class AgreedScales:
         for shares in _batches([share for share in self._shares if share.weight.module in self._groups]):
             shards = [share.shard(held) for share in shares]
             for quantiser, numbers in quantisers.by_device(shards):
-                assert is_chooser(quantiser)
+                assert is_on_gpu(quantiser)
                 choose_own_groups(
                     self._recipe,
                     quantiser,
@@ -302,7 +306,7 @@ class AgreedScales:
             by_device.setdefault(each.device, []).append(each)
         for device, weights in by_device.items():
             quantiser = quantisers.on(device)
-            assert is_chooser(quantiser)
+            assert is_on_gpu(quantiser)
             copy_from_hosts(quantiser, weights)
 
     def _previous_scales(self, serving: Sequence[tuple[Share, Sequence[tuple[int, ElementRange]]]]) -> list[NDArray[Any] | None]:

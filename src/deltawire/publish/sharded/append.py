@@ -20,6 +20,7 @@ from ...store import Store
 from ...tensors.bits import State
 from ...tensors.state import state_digest
 from ..advice import continues
+from ..batches import batches_of_parts
 from ..snapshots import SnapshotDevice
 from ..upload.data_objects import DataLocation, Update, upload_update
 from ..upload.segments import Segment
@@ -179,7 +180,8 @@ class PartsAppender:
         update: Update | None = None
 
         def make(indices: Sequence[int]) -> State:
-            return source.make([name for index in indices for name in baseline.table.names_of(baseline.segments[index])])
+            names = [name for index in indices for name in baseline.table.names_of(baseline.segments[index])]
+            return source.make(names, may_be_unwritten=True)
 
         def encode() -> dict[str, Any] | None:
             nonlocal update
@@ -190,6 +192,7 @@ class PartsAppender:
                 self._threads,
                 limit=baseline.table.state_bytes,
                 segments_of=make if source.whole is None else None,
+                batches=batches_of_parts(source.written_bytes, baseline.parts, source.whole, baseline.table, baseline.segments),
                 wants_reverse=source.whole is None and baseline.needs_reverse(remember=self._has_skips),
             )
             if update is None:

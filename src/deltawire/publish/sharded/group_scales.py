@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...quantise import QuantisedLayout, Recipe
-from ...quantise.row_shards import GroupScaleChooser, GroupShard, RowShard, ShardQuantiser
+from ...quantise.row_shards import GroupShard, OnGpu, RowShard, ShardQuantiser
 from ...tensors import torch_types
 from ...tensors.bits import TensorPart
 from .division import elements_of
@@ -17,12 +17,12 @@ from .ranges import EMPTY, ElementRange
 from .shares import Share
 
 
-class Chooser(ShardQuantiser, GroupScaleChooser, Protocol):
+class GpuShardQuantiser(ShardQuantiser, OnGpu, Protocol):
     """Quantises shards on a GPU, and chooses their scales there: `GpuQuantiser`."""
 
 
-def is_chooser(quantiser: ShardQuantiser) -> TypeGuard[Chooser]:
-    """Tell whether a quantiser chooses scales of groups where the shards are."""
+def is_on_gpu(quantiser: ShardQuantiser) -> TypeGuard[GpuShardQuantiser]:
+    """Tell whether a quantiser works on shards on a GPU."""
     return hasattr(quantiser, "choose_group_scales")
 
 
@@ -90,7 +90,7 @@ class GroupScales:
         return taken
 
 
-def copy_from_hosts(quantiser: Chooser, weights: Sequence[GroupScales]) -> None:
+def copy_from_hosts(quantiser: GpuShardQuantiser, weights: Sequence[GroupScales]) -> None:
     """Copy scales that were chosen on hosts to the GPU of these weights, all together."""
     pieces = [(weight, where, scales) for weight in weights for where, scales in weight.take_from_host()]
     for (weight, (start, stop), _), there in zip(pieces, quantiser.upload_all([scales for _, _, scales in pieces]), strict=True):
@@ -98,7 +98,7 @@ def copy_from_hosts(quantiser: Chooser, weights: Sequence[GroupScales]) -> None:
         goal.copy_(there.view(goal.dtype))
 
 
-def find_group_maxima(recipe: Recipe, quantiser: Chooser, weights: Sequence[GroupScales], shards: Sequence[RowShard]) -> None:
+def find_group_maxima(recipe: Recipe, quantiser: GpuShardQuantiser, weights: Sequence[GroupScales], shards: Sequence[RowShard]) -> None:
     """Find what other processes need to choose scales: the largest magnitudes at the edges, and those of whole shards.
 
     Raises `NonFiniteWeights` if an element that is looked at is NaN or infinite.
@@ -115,7 +115,7 @@ def find_group_maxima(recipe: Recipe, quantiser: Chooser, weights: Sequence[Grou
 
 def choose_own_groups(
     recipe: Recipe,
-    quantiser: Chooser,
+    quantiser: GpuShardQuantiser,
     weights: Sequence[GroupScales],
     shards: Sequence[RowShard],
     previous: Sequence[TensorPart | None],

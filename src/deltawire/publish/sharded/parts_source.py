@@ -25,8 +25,15 @@ class PartsSource(Protocol):
         """Published names with tensors that are on the devices where the parts are."""
         ...
 
-    def make(self, names: Iterable[str]) -> Parts:
-        """Return the parts of some tensors. Raises `NonFiniteWeights` if the source refuses such weights."""
+    def make(self, names: Iterable[str], *, may_be_unwritten: bool = False) -> Parts:
+        """Return the parts of some tensors. Raises `NonFiniteWeights` if the source refuses such weights.
+
+        With `may_be_unwritten`, the parts are only encoded, so that codes of weights on a GPU need no memory (`UnwrittenTensor`).
+        """
+        ...
+
+    def written_bytes(self, name: str) -> int:
+        """Return the bytes of new memory that the part of a tensor takes if it may be unwritten."""
         ...
 
 
@@ -40,8 +47,11 @@ class WholeParts:
     def located(self) -> Mapping[str, Any]:
         return {name: part.elements for name, part in self.whole.items()}
 
-    def make(self, names: Iterable[str]) -> Parts:
+    def make(self, names: Iterable[str], *, may_be_unwritten: bool = False) -> Parts:
         return {name: self.whole[name] for name in names}
+
+    def written_bytes(self, name: str) -> int:
+        return 0
 
 
 def copied_parts(parts: Parts, located: Mapping[str, Any], device: SnapshotDevice) -> Parts:

@@ -12,11 +12,12 @@ from ...quantise import QuantisedLayout
 from ...quantise.layout import Output
 from ...quantise.row_shards import RowShard
 from ...tensors import torch_types
-from ...tensors.bits import TensorPart, tensor_bits, typed
+from ...tensors.bits import TensorPart, UnwrittenTensor, tensor_bits, typed
 from ...tensors.casting import Casts
 from ..quantising import refuse_nonfinite
 from .agreed_scales import AgreedScales, ShardQuantisers
 from .division import Division, Edge, Parts, Splitter, Tails, elements_of
+from .group_scales import is_on_gpu
 from .ranges import ElementRange
 from .shares import Share
 
@@ -79,19 +80,34 @@ class QuantisedSource:
         outputs = self._layout.outputs.values()
         return {output.name: self._held[output.name if output.weight is None else output.weight.source].elements for output in outputs}
 
-    def make(self, names: Iterable[str]) -> Parts:
+    def make(self, names: Iterable[str], *, may_be_unwritten: bool = False) -> Parts:
         outputs = [self._layout.outputs[name] for name in names]
         codes = [output for output in outputs if output.role == "codes"]
+        found: Parts = {}
+        if may_be_unwritten:
+            unwritten = [(output, rows) for output in codes if (rows := self._rows_read_in_place(output)) is not None]
+            found = self._unwritten(unwritten)
+            codes = [output for output in codes if output.name not in found]
         own = {output.name: self._kept(output) for output in outputs if output.weight is None}
         refuse_nonfinite({name: part.elements for name, part in own.items()}, threads=self._threads)
         own |= zip((output.name for output in codes), self._codes([(output, self._rows(output)) for output in codes]), strict=True)
-        found: Parts = {}
         for output in outputs:
             if output.name in self.small:
                 found[output.name] = self._small(output)
-            else:
+            elif output.name not in found:
                 found[output.name] = self._splitter.joined(self._division, output.name, own[output.name], self.tails)
         return found
+
+    def written_bytes(self, name: str) -> int:
+        output = self._layout.outputs[name]
+        if output.weight is None:
+            is_as_held = self._layout.specs[name].dtype == output.dtype and not self.tails.get(name)
+        elif output.role == "codes":
+            is_as_held = self._rows_read_in_place(output) is not None
+        else:
+            is_as_held = self._scales.is_on_gpu(output)
+        start, stop = self._division.range_of(name, self._rank)
+        return 0 if is_as_held else (stop - start) * output.dtype.itemsize
 
     def elements_at(self, edges: Sequence[Edge]) -> list[Any]:
         """Return elements that this process holds, as they are published."""
@@ -113,6 +129,45 @@ class QuantisedSource:
     def _rows(self, output: Output) -> ElementRange:
         assert output.weight is not None
         return self._shares[output.weight.module].rows
+
+    def _rows_read_in_place(self, output: Output) -> ElementRange | None:
+        """Return the rows of a weight whose codes this process publishes, if kernels of a GPU can quantise them when they encode them.
+
+        These are most rows of most models. Others begin or end within a row or a block, or are stored transposed.
+        """
+        weight = output.weight
+        assert weight is not None
+        share, each = self._shares[weight.module], _elements_per_row(output)
+        start, stop = self._division.range_of(output.name, self._rank)
+        if weight.is_transposed or start >= stop or start % each or stop % each or self.tails.get(output.name):
+            return None
+        rows = start // each, stop // each
+        source = self._held[weight.source].elements
+        if (
+            not torch_types.is_torch(source)
+            or torch_types.gpu_of(source) is None
+            or not share.rows[0] <= rows[0] < rows[1] <= share.rows[1]
+        ):
+            return None
+        from ...quantise.gpu.quantised_codes import rows_can_be_quantised_as_read
+
+        return rows if rows_can_be_quantised_as_read(self._layout.recipe, share.shard(self._held, rows)) else None
+
+    def _unwritten(self, asked: Sequence[tuple[Output, ElementRange]]) -> Parts:
+        """Return what stands for the codes of rows, which kernels make when they encode them."""
+        shares = [self._shares[output.weight.module] for output, _ in asked if output.weight is not None]
+        shards = [share.shard(self._held, rows) for share, (_, rows) in zip(shares, asked, strict=True)]
+        scales = [self._scales.scales_of(share, rows) for share, (_, rows) in zip(shares, asked, strict=True)]
+        found: Parts = {}
+        for quantiser, own in self._quantisers.by_device(shards):
+            assert is_on_gpu(quantiser)
+            itemsize = asked[own[0]][0].dtype.itemsize
+            made = quantiser.unwritten_codes(self._layout.recipe, [shards[each] for each in own], [scales[each] for each in own], itemsize)
+            for each, bits in zip(own, made, strict=True):
+                output, rows = asked[each]
+                unwritten = UnwrittenTensor(bits, output.dtype, lambda: None)  # the weights were checked when scales were chosen
+                found[output.name] = TensorPart(unwritten, output.shape, rows[0] * _elements_per_row(output))
+        return found
 
     def _codes(self, asked: Sequence[tuple[Output, ElementRange]]) -> list[TensorPart]:
         """Return the codes of rows of weights."""

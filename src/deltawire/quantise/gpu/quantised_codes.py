@@ -12,6 +12,7 @@ from ...tensors import torch_types
 from ...tensors.bits import State
 from ..layout import QuantisedWeight
 from ..recipe import Recipe
+from ..row_shards import RowShard
 from ..weight_table import WeightTable
 from .quantiser import GpuQuantiser, PendingQuantisation
 
@@ -49,6 +50,14 @@ class ScaleQuantiser(GpuQuantiser):
         assert pending.changed is not None
         fresh = None if pending.fresh is None else pending.fresh[number : number + 1]
         return ScalesOnDevice(None, global_scale, previous, pending.changed[number], fresh)
+
+
+def rows_can_be_quantised_as_read(recipe: Recipe, shard: RowShard) -> bool:
+    """Tell whether the codec's kernels can quantise rows on a GPU where they are. They must not begin within a block."""
+    rows, height = shard.rows, recipe.block.rows or 1
+    return bool(
+        rows.is_contiguous() and rows.shape[1] % _VECTOR == 0 and rows.data_ptr() % _ALIGNMENT == 0 and shard.first_row % height == 0
+    )
 
 
 def can_be_quantised_as_read(weights: Iterable[QuantisedWeight], state: State, device: torch.device) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...codec.bits import QuantisedBits, ScalesOnDevice
 from ...codec.gpu import device as devices
 from ...codec.gpu.sources import number_source
 from ...errors import NonFiniteWeights
@@ -204,12 +205,10 @@ class GpuQuantiser:
         """
         table = _shard_table(shards)
         held: list[torch.Tensor] = []
-        for column, arrays in (("scales", [each.scale for each in scales]), ("global_scale", [each.global_scale for each in scales])):
-            uploaded = iter(self.upload_all([array for array in arrays if isinstance(array, np.ndarray)]))
-            found = [next(uploaded) if isinstance(array, np.ndarray) else array for array in arrays if array is not None]
-            held += found
-            if found:
-                table[column] = [tensor.data_ptr() for tensor in found]
+        each = self._scales_here(scales)
+        for column, tensors in (("scales", [scale for scale, _ in each]), ("global_scale", [number for _, number in each])):
+            table[column] = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+            held += [tensor for tensor in tensors if tensor is not None]
         sizes = [shard.rows.numel() // (1 if recipe.element == "e4m3" else 2) for shard in shards]
         codes = [self._gpu.empty(size, torch.uint8) for size in sizes]
         table["codes"] = [tensor.data_ptr() for tensor in codes]
@@ -217,8 +216,35 @@ class GpuQuantiser:
         held += self._do(recipe, table, _CODES)
         return [tensor.view(_CODE_TYPES[recipe.element]).view(len(shard.rows), -1) for tensor, shard in zip(codes, shards, strict=True)]
 
+    def unwritten_codes(self, recipe: Recipe, shards: Sequence[RowShard], scales: Sequence[Scales], itemsize: int) -> list[QuantisedBits]:
+        """Return what stands for the codes of shards on this GPU, for given scales. Kernels make them when they encode.
+
+        Parameters
+        ----------
+        recipe, scales
+            As for `codes_of`.
+        shards
+            The shards. `rows_can_be_quantised_as_read` is true for each.
+        itemsize
+            The bytes of an element of the codes, as they are published.
+        """
+        found = []
+        for shard, (scale, global_scale) in zip(shards, self._scales_here(scales), strict=True):
+            weights = shard.rows.view(torch_dtype(shard.dtype, bits=True))
+            size = weights.numel() // (1 if recipe.element == "e4m3" else 2) // itemsize
+            facts = kind_number(recipe), source_number(shard.dtype), recipe.group_size or 0
+            found.append(QuantisedBits(weights, (size,), itemsize, facts, ScalesOnDevice(scale, global_scale)))
+        return found
+
+    def _scales_here(self, scales: Sequence[Scales]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return scales, and global scales, on this GPU. Those in host memory are copied together."""
+        arrays: list[Any] = [array for each in scales for array in (each.scale, each.global_scale)]
+        uploaded = iter(self.upload_all([array for array in arrays if isinstance(array, np.ndarray)]))
+        there = [next(uploaded) if isinstance(array, np.ndarray) else array for array in arrays]
+        return list(zip(there[::2], there[1::2], strict=True))
+
     def largest_of(self, recipe: Recipe, shards: Sequence[RowShard]) -> NDArray[np.float32]:
-        """Return the largest magnitude in each shard on this GPU (`GroupScaleChooser`).
+        """Return the largest magnitude in each shard on this GPU (`OnGpu`).
 
         Parameters
         ----------
@@ -240,7 +266,7 @@ class GpuQuantiser:
         return largest
 
     def choose_group_scales(self, recipe: Recipe, shards: Sequence[GroupShard]) -> None:
-        """Choose the scales of all groups of shards on this GPU, and write them (`GroupScaleChooser`).
+        """Choose the scales of all groups of shards on this GPU, and write them (`OnGpu`).
 
         Parameters
         ----------
