@@ -129,6 +129,8 @@ def test_a_server_that_loads_from_the_mirror_continues_in_live_memory(tmp_path: 
             answer = backend.swap(seq)  # it waits until the update is staged
             assert (answer["outcome"], answer["seq"], loads_in(answer)) == ("made", seq, anew), answer
         assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[3]).model))
+        assert backend.swap(chain.commits[1].seq)["outcome"] == "made"  # no hop leads back, but the mirror can
+        assert backend.swap(chain.commits[3].seq)["outcome"] == "made"
         backend.init_transfer_engine(type(backend._info)(spool=spool))  # other settings: layout and version stay
         assert backend.status()["seq"] == chain.commits[3].seq
         assert backend.learn(str(chain.spool.table_path))["seq"] == chain.commits[3].seq
@@ -151,9 +153,6 @@ def test_failed_swaps_are_undone_or_quarantine_the_worker(tmp_path: Path, monkey
     with loaded.active():
         backend.learn(str(chain.spool.table_path))
         backend.adopt(chain.ref(0).plain())
-        missing = backend.swap(chain.commits[1].seq)
-        assert missing["outcome"] == "refused"
-        assert "the spool has no update" in missing["error"]
         seq = chain.put(1)
         with monkeypatch.context() as patch:
             patch.setattr(LayoutUpdate, "apply", apply_and_fail)
@@ -170,6 +169,28 @@ def test_failed_swaps_are_undone_or_quarantine_the_worker(tmp_path: Path, monkey
         answer = backend.swap(chain.put(2))
         assert (answer["outcome"], loads_in(answer)) == ("made", 0)
     assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[2]).model))
+    backend.shutdown()
+
+
+def test_an_update_that_is_missing_or_damaged_in_the_spool_is_refused(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, *CASES["dense"], versions=2)
+    loaded = load_model(chain.checkpoints[0])
+    backend = start_backend(loaded, spool=str(chain.spool.folder))
+    with loaded.active():
+        backend.learn(str(chain.spool.table_path))
+        backend.adopt(chain.ref(0).plain())
+        missing = backend.swap(chain.commits[1].seq)
+        assert (missing["outcome"], missing["seq"]) == ("refused", chain.commits[0].seq)
+        assert "the spool has no update" in missing["error"]
+        seq = chain.put(1)
+        for path in (chain.spool.folder / "files").iterdir():
+            path.chmod(0o600)
+            path.write_bytes(path.read_bytes()[:-1] + b"x")
+        damaged = backend.swap(seq)
+        assert damaged["outcome"] == "refused"
+        assert "is damaged" in damaged["error"]
+        chain.put(1)  # fetches it again
+        assert backend.swap(seq)["outcome"] == "made"
     backend.shutdown()
 
 

@@ -130,6 +130,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._live: HeldVersion | None = None
         self._weights: LiveWeights | None = None
         self._updates: LiveUpdates | None = None
+        self._is_staging_live = False
+        """Whether the last update that was prepared is decoded against live memory."""
         self._bases: KeptBases | None = None
         self._in_place: set[str] = set()
         self._element_map: ElementMap | None = None
@@ -174,7 +176,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         """Bring this worker to a version, together with all other workers. Raises, in the last worker, if any worker failed."""
         began = time.perf_counter()
         staged, self._error = None, None
-        if self._updates is not None and not failed_ranks(update_info.anew or not self._is_live()):
+        if self._updates is not None and not failed_ranks(update_info.anew or not self._is_live(update_info.seq)):
             found = self._swap_live(update_info.seq)
             if found != "made":
                 kind = EngineQuarantined if found == "quarantined" else EngineRefused
@@ -265,7 +267,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         seq
             The number of the version's commit.
         """
-        if self._updates is not None and self._is_live():
+        self._is_staging_live = self._is_live(int(seq))
+        if self._updates is not None and self._is_staging_live:
             self._updates.prepare(int(seq))
         elif self._stager is not None:
             self._stager.prepare(int(seq), self._live)
@@ -305,7 +308,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         """Return the state of this worker, in JSON's types."""
         stager, updates = self._stager, self._updates
         version = None if self._weights is None else self._weights.version
-        live = updates if self._is_live() else None
+        live = updates if self._is_staging_live else None
         return {
             "initialised": self._info is not None,
             "seq": self._live.seq if self._live is not None else None if version is None else version.ref.seq,
@@ -348,9 +351,11 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
     def _recompute(self, rules: Sequence[ModuleRule]) -> None:
         recompute(self.model, self.model_config, rules)
 
-    def _is_live(self) -> bool:
-        """Return whether this worker can decode the next update against live memory."""
-        return self._updates is not None and self._updates.is_ready and not self._is_quarantined
+    def _is_live(self, seq: int) -> bool:
+        """Return whether this worker decodes an update against live memory. If only the mirror has the version, it does not."""
+        if self._updates is None or not self._updates.is_ready or self._is_quarantined:
+            return False
+        return self._stager is None or self._updates.offers(seq)
 
     def _swap_live(self, seq: int) -> Outcome:
         assert self._updates is not None

@@ -37,7 +37,8 @@ class LiveUpdates:
 
     def __init__(self, weights: LiveWeights, spool: Path) -> None:
         self.weights = weights
-        self._staging = LiveStaging(weights, DeltaSpool(spool))
+        self._spool = DeltaSpool(spool)
+        self._staging = LiveStaging(weights, self._spool)
         self.why_not: str | None = "the layout of the weights was not learnt"
         """Why updates cannot be written to live memory. None if they can. It is None in all workers or in none."""
         self._digest: Digest | None = None
@@ -94,6 +95,22 @@ class LiveUpdates:
             return
         if sum_of(self._digest or Digest()) == ref.digest:
             self.weights.label(LiveVersion(ref, ref.digest))
+
+    def offers(self, seq: int) -> bool:
+        """Return whether the update to a commit is staged, or is in the spool.
+
+        Parameters
+        ----------
+        seq
+            The number of the commit.
+        """
+        version = self.weights.version
+        if self.staged == seq or version is None:
+            return version is not None
+        try:
+            return self._spool.hop(version.ref, seq) is not None
+        except DeltawireError:
+            return False
 
     def prepare(self, seq: int) -> None:
         """Begin to stage the update to a commit.
