@@ -120,10 +120,10 @@ class LiveServer:
     def log_tail(self) -> str:
         return self._log_path.read_text(errors="replace")[-6000:]
 
-    def generate(self, prompt: Sequence[int] = (5, 6, 7), tokens: int = 24) -> list[int]:
-        """Return the most probable continuation."""
+    def generate(self, prompt: Sequence[int] = (5, 6, 7), tokens: int = 24, *, model: str = "tiny") -> list[int]:
+        """Return the most probable continuation. `model` may name a LoRA adapter."""
         body = {
-            "model": "tiny",
+            "model": model,
             "prompt": list(prompt),
             "max_tokens": tokens,
             "temperature": 0,

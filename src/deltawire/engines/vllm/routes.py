@@ -150,6 +150,34 @@ class VllmRoutes:
         """Return the answer to a request for completions (`/v1/completions`)."""
         return self._post("/v1/completions", body)
 
+    def adapters(self) -> dict[str, str]:
+        """Return the LoRA adapters that requests can name, with the directory of each."""
+        return {str(card["id"]): str(card.get("root")) for card in self._get("/v1/models")["data"] if card.get("parent")}
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load a LoRA adapter. The server must run with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
+
+        Parameters
+        ----------
+        name
+            The name by which requests choose it. It must be new.
+        folder
+            Its directory, which must stay until the adapter is unloaded.
+        """
+        self._send("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter. Requests that name it are then refused."""
+        self._send("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def most_adapters(self) -> int | None:
+        """Return how many LoRA adapters the server can use at the same time (`--max-loras`). None if it does not tell."""
+        try:
+            config = self._get("/server_info?config_format=json")["vllm_config"].get("lora_config")
+            return None if config is None else int(config["max_loras"])
+        except (RouteFailed, KeyError, TypeError, ValueError, AttributeError):
+            return None
+
     def initialise(self, info: Mapping[str, Any]) -> None:
         """Tell all workers where versions come from. `InitInfo` in backend.py describes the fields."""
         self._post("/init_weight_transfer_engine", {"init_info": dict(info)})
@@ -226,7 +254,11 @@ class VllmRoutes:
     def _post(self, route: str, body: Mapping[str, Any] | None) -> Any:
         return self._ask("POST", route, body, self._patience)
 
-    def _ask(self, method: str, route: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
+    def _send(self, route: str, body: Mapping[str, Any]) -> None:
+        """Send a request whose answer is plain text."""
+        self._ask("POST", route, body, self._patience, is_json=False)
+
+    def _ask(self, method: str, route: str, body: Mapping[str, Any] | None, timeout: float, *, is_json: bool = True) -> Any:
         try:
             session = self._connected()
             pending = session.begin(method, route, body, timeout=timeout)
@@ -237,7 +269,7 @@ class VllmRoutes:
                 pending.cancel()
             if not 200 <= answer.status < 300:
                 raise RouteFailed(route, answer.status, answer.text)
-            return json.loads(answer.content or b"null")
+            return json.loads(answer.content or b"null") if is_json else None
         except (NoAnswer, ValueError) as error:  # also a connection that breaks while the answer arrives
             raise EngineUnreachable(f"{error}.") from error
 
