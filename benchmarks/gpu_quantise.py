@@ -28,9 +28,10 @@ import deltawire
 from deltawire.delta.encode import DeltaSummary, encode_many
 from deltawire.events import Event
 from deltawire.publish.batches import batches_of_quantised
-from deltawire.publish.quantising import Quantising, quantise
+from deltawire.publish.quantising import Quantising, quantise, quantise_segments
 from deltawire.publish.upload.segments import cut_segments
 from deltawire.store.memory import MemoryStore
+from deltawire.tensors.bits import State
 
 DEVICE = torch.device("cuda", 0)
 ROWS, COLUMNS = 14336, 4096
@@ -109,9 +110,10 @@ class Model:
     def names(self, index: int) -> Sequence[str]:
         return self.table.names_of(self.segments[index])
 
-    def quantise(self, batch: Sequence[int], previous: dict[str, Any] | None, *, written: bool) -> dict[str, Any]:
+    def quantise(self, batch: Sequence[int], previous: dict[str, Any] | None, *, written: bool) -> State:
         names = [name for index in batch for name in self.names(index)]
-        return quantise(self.layout, names, self.masters, previous, may_be_unwritten=not written)
+        make = quantise if written else quantise_segments
+        return make(self.layout, names, self.masters, previous)
 
     def delta(self, batches: Sequence[Sequence[int]]) -> list[tuple[bytes, DeltaSummary]]:
         """Return the deltas of all segments, as `upload_update` makes them."""

@@ -148,7 +148,7 @@ nb::object own(std::vector<T>&& from) {
 
 using PyEncodeGroup = std::tuple<Type, nb::object, nb::object, Column<uint64_t>>;  // type, bases (or None), new arrays, seeds
 
-nb::list py_encode_groups(const std::vector<PyEncodeGroup>& groups, unsigned threads, const std::string& isa) {
+nb::list py_encode_groups(const std::vector<PyEncodeGroup>& groups, unsigned threads, const std::string& isa, Preparation* preparation) {
     std::vector<EncodeGroup> native;
     for (const auto& [type, bases, nexts, seeds] : groups) {
         EncodeGroup group{element_type(type), {}, {}, {seeds.data(), seeds.data() + seeds.size()}};
@@ -169,7 +169,7 @@ nb::list py_encode_groups(const std::vector<PyEncodeGroup>& groups, unsigned thr
     std::vector<EncodedGroup> results;
     {
         nb::gil_scoped_release release;
-        results = encode(native, threads, kernels);
+        results = preparation ? encode_prepared(std::move(native), *preparation, threads, kernels) : encode(native, threads, kernels);
     }
     nb::list out;
     for (EncodedGroup& e : results) {
@@ -474,7 +474,8 @@ NB_MODULE(_native, m) {
     nb::class_<Addresses>(m, "Addresses")
         .def(nb::init<const Column<uint64_t>&, const Column<int64_t>&, const Column<uint8_t>&, nb::object>(), "addresses"_a, "counts"_a, "itemsizes"_a,
              "owner"_a);
-    m.def("encode_groups", &py_encode_groups, "groups"_a, "threads"_a, "isa"_a);
+    nb::class_<Preparation>(m, "Preparation");
+    m.def("encode_groups", &py_encode_groups, "groups"_a, "threads"_a, "isa"_a, "preparation"_a = nb::none());
     m.def("digest", &py_digest, "arrays"_a, "seeds"_a, "threads"_a, "isa"_a);
     m.def("memory_of", &py_memory_of, "arrays"_a);
     m.def("reaching", &py_reaching, "arrays"_a, "masks"_a, "limits"_a, "threads"_a);

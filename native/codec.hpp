@@ -7,6 +7,7 @@
 
 #include "chunk.hpp"
 #include "kernels.hpp"
+#include "preparation.hpp"
 #include "tiles.hpp"
 
 namespace deltawire {
@@ -17,6 +18,10 @@ struct EncodeGroup {
     std::vector<View> bases;  // zeros for a tensor that is added
     std::vector<View> nexts;
     std::vector<uint64_t> seeds;
+    Preparation* preparation = nullptr;  // makes elements of `nexts`, whose memory is not read then; null if all are there
+    std::vector<size_t> prepared{};      // by tensor: its number in `preparation`, or `kNone`
+
+    bool is_prepared(size_t tensor) const { return preparation && prepared[tensor] != Preparation::kNone; }
 };
 
 struct EncodedGroup {
@@ -26,6 +31,10 @@ struct EncodedGroup {
 };
 
 std::vector<EncodedGroup> encode(std::span<const EncodeGroup> groups, unsigned threads, const Kernels&);
+
+// Encodes groups some of whose tensors are made by a preparation. Groups with such tensors are encoded first, because the preparation may write tensors
+// of the other groups meanwhile.
+std::vector<EncodedGroup> encode_prepared(std::vector<EncodeGroup> groups, Preparation&, unsigned threads, const Kernels&);
 
 struct ResolveGroup {
     ElementType type;

@@ -168,7 +168,7 @@ private:
 
     // Appends the changes of a tile to those of the chunk, and returns how many there are.
     uint32_t collect(const EncodeGroup& group, const Segment& tile, uint32_t top, Lanes& before, Lanes& after) {
-        const View &base_view = group.bases[tile.tensor], &next_view = group.nexts[tile.tensor];
+        const View& base_view = group.bases[tile.tensor];
         const ContextRule rule = context_rule(group.type, top);
         const auto& kernels = kernels_.of<E>();
         uint32_t changes = 0;
@@ -176,7 +176,7 @@ private:
             const uint32_t n = uint32_t(std::min<uint64_t>(kPiece<E>, tile.elements - at)), bytes = uint32_t(group.type.bytes_of(n));
             const uint64_t first_byte = group.type.bytes_of(tile.first + at);
             const T* base = reinterpret_cast<const T*>(base_piece_.read(base_view, first_byte, bytes));
-            const T* next = reinterpret_cast<const T*>(next_piece_.read(next_view, first_byte, bytes));
+            const T* next = reinterpret_cast<const T*>(read_next(group, tile.tensor, first_byte, bytes));
             multipliers_->fill(kernels_, group.seeds[tile.tensor], first_byte, bytes);
             Lanes sums{};
             kernels.scan(base, next, n, rule, multipliers_->of.data(), *scan_, sums);
@@ -185,6 +185,11 @@ private:
             changes += kernels.collect(base, next, n, rule, *scan_, multipliers_->of.data(), chunk_.collected(), after);
         }
         return changes;
+    }
+    const uint8_t* read_next(const EncodeGroup& group, size_t tensor, uint64_t first_byte, uint32_t bytes) {
+        if (!group.is_prepared(tensor)) return next_piece_.read(group.nexts[tensor], first_byte, bytes);
+        if (!prepared_) prepared_ = group.preparation->reader();
+        return prepared_->read(group.prepared[tensor], first_byte, bytes);
     }
     void append(const TileCounts& counts, const Change<T>* from) {
         for (unsigned c = 0; c < kContexts; ++c) {
@@ -219,8 +224,12 @@ private:
             uint8_t* to = out.data() + at;
             tiles.for_each_segment(open.first_tile, open.tiles, [&](const Segment& s) {
                 const size_t bytes = group.type.bytes_of(s.elements);
-                group.nexts[s.tensor].gather(group.type.bytes_of(s.first) / group.type.bytes, bytes / group.type.bytes, to);
-                to += bytes;
+                const uint64_t first_byte = group.type.bytes_of(s.first);
+                for (size_t at = 0; at < bytes; at += kPieceBytes) {
+                    const uint32_t n = uint32_t(std::min(kPieceBytes, bytes - at));
+                    std::memcpy(to, read_next(group, s.tensor, first_byte + at, n), n);
+                    to += n;
+                }
                 return true;
             });
         }
@@ -233,12 +242,25 @@ private:
     std::unique_ptr<PieceScan> scan_;
     std::unique_ptr<PieceMultipliers> multipliers_;
     PieceReader base_piece_, next_piece_;
+    std::unique_ptr<Preparation::Reader> prepared_;
 };
 
 using Encoders = PerWidth<BlockEncoder>;  // of one thread
 
 inline constexpr size_t kBlocksOfThread = 4;
-inline constexpr uint32_t kSpanTiles = kBlockTiles < 16 ? kBlockTiles : 16;  // the tiles that a thread scans at a time
+inline constexpr uint32_t kSpanTiles = kBlockTiles < 16 ? kBlockTiles : 16;  // the tiles that a thread scans at a time, or more
+
+// Returns how many tiles a thread scans at a time. Elements that are made together are in one span, or two, so that they are seldom made twice.
+uint32_t span_tiles(const EncodeGroup& group, const Tiles& tiles, const Block& block) {
+    uint64_t bytes = 0;
+    if (group.preparation)
+        tiles.for_each_segment(block.first_tile, block.tiles, [&](const Segment& s) {
+            if (group.is_prepared(s.tensor)) bytes = std::max(bytes, group.preparation->unit_bytes(group.prepared[s.tensor]));
+            return true;
+        });
+    const uint64_t tile = group.type.bytes_of(kTile);
+    return uint32_t(std::clamp<uint64_t>((bytes + tile - 1) / tile, kSpanTiles, std::max(kSpanTiles, block.tiles)));
+}
 
 // A block that several threads encode together: they scan its tiles; the numbers of changes then decide where its chunks end; they encode the chunks.
 class SharedBlock {
@@ -262,11 +284,12 @@ public:
           changed_(changed),
           kernels_(kernels),
           top_(top_exponent<E>(group, tiles, block)),
-          spans_((block.tiles + kSpanTiles - 1) / kSpanTiles) {}
+          span_tiles_(span_tiles(group, tiles, block)),
+          spans_((block.tiles + span_tiles_ - 1) / span_tiles_) {}
 
     size_t spans() const override { return spans_.size(); }
     void scan(Encoders& encoders, size_t i) override {
-        const uint32_t first = uint32_t(i) * kSpanTiles, n = std::min(kSpanTiles, block_.tiles - first);
+        const uint32_t first = uint32_t(i) * span_tiles_, n = std::min(span_tiles_, block_.tiles - first);
         spans_[i] = encoders.get<E>(kernels_).scan(group_, tiles_, block_.first_tile + first, n, top_, changed_);
     }
     size_t cut() override {
@@ -286,7 +309,7 @@ public:
     void encode(Encoders& encoders, size_t i) override {
         const OpenChunk& chunk = chunks_[i].open;
         const uint64_t first = chunk.first_tile - block_.first_tile;
-        const auto scanned = [&](uint32_t tile) { return std::pair{&spans_[(first + tile) / kSpanTiles], (first + tile) % kSpanTiles}; };
+        const auto scanned = [&](uint32_t tile) { return std::pair{&spans_[(first + tile) / span_tiles_], (first + tile) % span_tiles_}; };
         std::vector<uint8_t> bytes;
         encoders.get<E>(kernels_).encode_chunk(group_, tiles_, chunk, top_, scanned, bytes);
         chunks_[i].bytes = std::move(bytes);
@@ -309,7 +332,7 @@ private:
     Block& block_;
     std::vector<int64_t>& changed_;
     const Kernels& kernels_;
-    uint32_t top_;
+    uint32_t top_, span_tiles_;
     std::vector<ScannedTiles<E>> spans_;
     std::vector<Chunk> chunks_;
 };
@@ -383,6 +406,27 @@ std::vector<EncodedGroup> encode(std::span<const EncodeGroup> groups, unsigned t
         out[g].blocks.resize(kept[g]);
         if (kept[g]) out[g].blocks.back().resize(last_change[g]);
     }
+    return out;
+}
+
+std::vector<EncodedGroup> encode_prepared(std::vector<EncodeGroup> groups, Preparation& preparation, unsigned threads, const Kernels& kernels) {
+    std::vector<EncodeGroup> first, then;
+    std::vector<char> is_first;
+    for (EncodeGroup& group : groups) {
+        bool any = false;
+        for (const View& next : group.nexts) {
+            group.prepared.push_back(next.layout || !next.count ? Preparation::kNone : preparation.find(next.data));
+            any |= group.prepared.back() != Preparation::kNone;
+        }
+        if (any) group.preparation = &preparation;
+        is_first.push_back(any);
+        (any ? first : then).push_back(std::move(group));
+    }
+    std::vector<EncodedGroup> made = encode(first, threads, kernels);
+    while (preparation.settle(threads)) made = encode(first, threads, kernels);
+    std::vector<EncodedGroup> others = encode(then, threads, kernels), out;
+    size_t m = 0, o = 0;
+    for (const char is : is_first) out.push_back(std::move(is ? made[m++] : others[o++]));
     return out;
 }
 

@@ -40,22 +40,14 @@ private:
     std::fenv_t before_;
 };
 
-inline constexpr size_t kUnitBytes = 1 << 18;  // what a thread takes at a time
+inline constexpr size_t kUnitBytes = 1 << 18;        // what a thread takes at a time of one weight
+inline constexpr size_t kUnitBytesOfMany = 1 << 20;  // the same if there are many weights
 
-// Some rows of a weight.
-struct Unit {
-    uint32_t weight, first, rows;
-};
-
-std::vector<Unit> cut(const QuantiseRule& rule, std::span<const QuantiseWeight> weights, const std::vector<uint32_t>& chosen) {
-    std::vector<Unit> units;
-    for (const uint32_t w : chosen) {
-        const Rows& all = weights[w].rows;
-        const size_t row_bytes = std::max<size_t>(1, size_t(all.columns) * kSourceBytes[unsigned(all.source)]);
-        const uint32_t rows = rule.is_block() ? kBlockRows : uint32_t(std::clamp<size_t>(kUnitBytes / row_bytes, 1, all.rows ? all.rows : 1));
-        for (uint32_t first = 0; first < all.rows; first += rows) units.push_back({w, first, std::min(rows, all.rows - first)});
-    }
-    return units;
+// Returns how many rows of a weight a thread takes at a time.
+uint32_t unit_rows(const QuantiseRule& rule, const Rows& all) {
+    if (rule.is_block()) return kBlockRows;
+    const size_t row_bytes = std::max<size_t>(1, size_t(all.columns) * kSourceBytes[unsigned(all.source)]);
+    return uint32_t(std::clamp<size_t>(kUnitBytesOfMany / row_bytes, 1, all.rows ? all.rows : 1));
 }
 
 Rows rows_from(const Rows& all, uint32_t first, uint32_t rows) { return {all.data + int64_t(first) * all.stride, all.stride, rows, all.columns, all.source}; }
@@ -75,112 +67,28 @@ void raise_to(std::atomic<uint32_t>& largest, uint32_t found) {
     }
 }
 
-class Run {
-public:
-    Run(const QuantiseRule& rule, std::span<const QuantiseWeight> weights, unsigned threads, const QuantiseKernels& kernels)
-        : rule_(rule), weights_(weights), threads_(threads), kernels_(kernels), largest_(weights.size()) {}
+float read_scale(const uint8_t* at, Source source) {
+    uint32_t wide = 0;
+    std::memcpy(&wide, at, kSourceBytes[unsigned(source)]);
+    return source == Source::f32 ? std::bit_cast<float>(wide) : source == Source::bf16 ? from_bf16(uint16_t(wide)) : from_f16(uint16_t(wide));
+}
 
-    size_t run() {
-        std::vector<uint32_t> all(weights_.size());
-        for (uint32_t w = 0; w < all.size(); ++w) all[w] = w;
-        if (!rule_.shares()) {
-            quantise(all, std::vector<float>(weights_.size()));
-            return not_finite();
-        }
-        // Most shared scales stay, so codes are made with the previous ones in the same pass that finds the largest values. The others are made again.
-        std::vector<float> previous(weights_.size());
-        std::vector<uint32_t> tried, untried, again;
-        const ExactArithmetic exact;
-        for (const uint32_t w : all) {
-            previous[w] = previous_of(weights_[w]);
-            (is_scale(previous[w]) ? tried : untried).push_back(w);
-        }
-        quantise(tried, previous);
-        find_largest(untried);
-        if (const size_t w = not_finite(); w != kAllFinite) return w;
-        std::vector<uint32_t> of_group(weights_.size());
-        for (const uint32_t w : all) of_group[weights_[w].group] = std::max(of_group[weights_[w].group], largest_[w].load());
-        std::vector<float> chosen(weights_.size());
-        for (const uint32_t w : all) {
-            const QuantiseWeight& weight = weights_[w];
-            const float* old = weight.previous ? &previous[w] : nullptr;
-            const SharedScale found = choose_shared(rule_, weight.rows.source, std::bit_cast<float>(of_group[weight.group]), old);
-            chosen[w] = found.scale;
-            if (!found.is_sticky || !is_scale(previous[w])) {
-                again.push_back(w);
-                fresh_.resize(weights_.size());
-                fresh_[w] = !found.is_sticky;
-            }
-            write_shared(weight, found.scale);
-        }
-        quantise(again, chosen);
-        return kAllFinite;
-    }
+// Returns the previous scale that is one number, or 0.
+float previous_shared(const QuantiseRule& rule, const QuantiseWeight& weight) {
+    if (!rule.shares() || !weight.previous) return 0;
+    if (rule.kind == RecipeKind::nvfp4) return weight.previous_global ? *weight.previous_global : 0;
+    return read_scale(weight.previous, weight.rows.source);
+}
 
-private:
-    float previous_of(const QuantiseWeight& weight) const {
-        if (!weight.previous) return 0;
-        if (rule_.kind == RecipeKind::nvfp4) return weight.previous_global ? *weight.previous_global : 0;
-        return read_scale(weight.previous, weight.rows.source);
+void write_shared(const QuantiseRule& rule, const QuantiseWeight& weight, float scale) {
+    const Source source = weight.rows.source;
+    if (rule.kind == RecipeKind::nvfp4) *weight.global_scale = scale;
+    else if (source == Source::f32) std::memcpy(weight.scales, &scale, 4);
+    else {
+        const uint16_t stored = source == Source::bf16 ? to_bf16(scale) : to_f16(scale);
+        std::memcpy(weight.scales, &stored, 2);
     }
-    static float read_scale(const uint8_t* at, Source source) {
-        uint32_t wide = 0;
-        std::memcpy(&wide, at, kSourceBytes[unsigned(source)]);
-        return source == Source::f32 ? std::bit_cast<float>(wide) : source == Source::bf16 ? from_bf16(uint16_t(wide)) : from_f16(uint16_t(wide));
-    }
-    void write_shared(const QuantiseWeight& weight, float scale) const {
-        const Source source = weight.rows.source;
-        if (rule_.kind == RecipeKind::nvfp4) *weight.global_scale = scale;
-        else if (source == Source::f32) std::memcpy(weight.scales, &scale, 4);
-        else {
-            const uint16_t stored = source == Source::bf16 ? to_bf16(scale) : to_f16(scale);
-            std::memcpy(weight.scales, &stored, 2);
-        }
-    }
-
-    void quantise(const std::vector<uint32_t>& chosen, const std::vector<float>& shared) {
-        const std::vector<Unit> units = cut(rule_, weights_, chosen);
-        run_units(units.size(), threads_, [&](size_t i) {
-            const Unit& unit = units[i];
-            const QuantiseWeight& weight = weights_[unit.weight];
-            const Rows& all = weight.rows;
-            QuantiseRows job{rows_from(all, unit.first, unit.rows), weight.codes + rule_.code_bytes(size_t(unit.first) * all.columns), weight.scales, nullptr,
-                             shared[unit.weight]};
-            if (rule_.kind != RecipeKind::fp8_tensor) {
-                const size_t grid_row = rule_.is_block() ? unit.first / kBlockRows : unit.first;
-                const size_t offset = grid_row * rule_.scales_in_row(all.columns) * rule_.scale_bytes(all.source);
-                job.scales += offset;
-                // Scales of blocks are relative to the global scale: if that is fresh, so are they.
-                if (weight.previous && (fresh_.empty() || !fresh_[unit.weight])) job.previous = weight.previous + offset;
-            }
-            raise_to(largest_[unit.weight], kernels_.quantise(rule_, job));
-        });
-    }
-
-    void find_largest(const std::vector<uint32_t>& chosen) {
-        const std::vector<Unit> units = cut(rule_, weights_, chosen);
-        run_units(units.size(), threads_, [&](size_t i) {
-            const Unit& unit = units[i];
-            const Rows rows = rows_from(weights_[unit.weight].rows, unit.first, unit.rows);
-            uint32_t found = 0;
-            for (uint32_t r = 0; r < rows.rows; ++r) found = std::max(found, kernels_.largest(rows.data + int64_t(r) * rows.stride, rows.columns, rows.source));
-            raise_to(largest_[unit.weight], found);
-        });
-    }
-
-    size_t not_finite() const {
-        for (size_t w = 0; w < weights_.size(); ++w)
-            if (largest_[w].load() >= kNotFinite) return w;
-        return kAllFinite;
-    }
-
-    const QuantiseRule& rule_;
-    std::span<const QuantiseWeight> weights_;
-    unsigned threads_;
-    const QuantiseKernels& kernels_;
-    std::vector<std::atomic<uint32_t>> largest_;
-    std::vector<char> fresh_;  // whether a weight's shared scale is fresh; empty if all are sticky
-};
+}
 
 template <Source S>
 SharedScale choose_shared_as(const QuantiseRule& rule, float largest, const float* previous) {
@@ -197,8 +105,224 @@ SharedScale choose_shared(const QuantiseRule& rule, Source source, float largest
     return source == Source::bf16 ? choose_shared_as<Source::bf16>(rule, largest, previous) : choose_shared_as<Source::f16>(rule, largest, previous);
 }
 
-size_t quantise_weights(const QuantiseRule& rule, std::span<const QuantiseWeight> weights, unsigned threads, const QuantiseKernels& kernels) {
-    return Run(rule, weights, threads, kernels).run();
+Quantisation::Quantisation(const QuantiseRule& rule, std::vector<QuantiseWeight> weights, bool keeps_codes, const QuantiseKernels& kernels)
+    : rule_(rule),
+      weights_(std::move(weights)),
+      kernels_(kernels),
+      largest_(weights_.size()),
+      shared_(weights_.size()),
+      keeps_codes_(keeps_codes),
+      has_chosen_(!rule.shares()) {
+    size_t units = 0;
+    for (size_t w = 0; w < weights_.size(); ++w) {
+        const QuantiseWeight& weight = weights_[w];
+        const uint32_t rows = unit_rows(rule_, weight.rows);
+        first_unit_.push_back(units);
+        unit_rows_.push_back(rows);
+        units += (size_t(weight.rows.rows) + rows - 1) / rows;
+        shared_[w] = previous_shared(rule_, weight);
+        by_address_.emplace_back(weight.codes, w);
+    }
+    first_unit_.push_back(units);
+    progress_ = std::vector<std::atomic<Progress>>(units);
+    std::sort(by_address_.begin(), by_address_.end());
+}
+
+size_t Quantisation::find(const uint8_t* address) const {
+    const auto at = std::lower_bound(by_address_.begin(), by_address_.end(), std::pair<const uint8_t*, size_t>(address, 0));
+    return at != by_address_.end() && at->first == address ? at->second : kNone;
+}
+
+uint64_t Quantisation::unit_bytes(size_t number) const {
+    const Rows& all = weights_[number].rows;
+    return rule_.code_bytes(size_t(std::min(unit_rows_[number], all.rows)) * all.columns);
+}
+
+// Makes codes in memory of its own, unless they are kept.
+class Quantisation::CodeReader final : public Reader {
+public:
+    explicit CodeReader(Quantisation& of) : of_(of) {}
+
+    const uint8_t* read(size_t number, uint64_t first_byte, uint32_t bytes) override {
+        const QuantiseWeight& weight = of_.weights_[number];
+        if (of_.is_written_) return weight.codes + first_byte;
+        const uint64_t unit = of_.rule_.code_bytes(uint64_t(of_.unit_rows_[number]) * weight.rows.columns);
+        const auto from = uint32_t(first_byte / unit), to = uint32_t((first_byte + bytes - 1) / unit);
+        const auto weight_number = uint32_t(number);
+        if (of_.keeps_codes_) {
+            for (uint32_t u = from; u <= to; ++u) of_.make_in_place({weight_number, u});
+            return weight.codes + first_byte;
+        }
+        if (from == to) return codes({weight_number, from}) + first_byte % unit;
+        for (uint32_t done = 0; done < bytes;) {  // across units
+            const uint64_t at = first_byte + done, left = unit - at % unit;
+            const auto n = uint32_t(std::min<uint64_t>(left, bytes - done));
+            std::memcpy(piece_.data() + done, codes({weight_number, uint32_t(at / unit)}) + at % unit, n);
+            done += n;
+        }
+        return piece_.data();
+    }
+
+private:
+    const uint8_t* codes(const Unit& unit) {
+        if (unit == unit_) return codes_.data();
+        codes_.resize(std::max<size_t>(codes_.size(), of_.unit_bytes(unit.weight) + kSlack));
+        // The first thread that quantises the unit writes its scales.
+        Progress seen = Progress::none;
+        const bool is_first = of_.progress(unit).compare_exchange_strong(seen, Progress::done);
+        uint8_t* scales = of_.weights_[unit.weight].scales + of_.scale_offset(unit);
+        if (!is_first) {
+            scales_.resize(std::max<size_t>(scales_.size(), of_.scale_bytes(unit)));
+            scales = scales_.data();
+        }
+        const ExactArithmetic exact;
+        of_.look_at(unit, codes_.data(), scales);
+        unit_ = unit;
+        return codes_.data();
+    }
+
+    static constexpr size_t kSlack = 1 << 15;  // the encoder prefetches beyond what it reads, which would be slow if there were no memory
+
+    Quantisation& of_;
+    Unit unit_{~uint32_t(0), 0};  // whose codes are in `codes_`
+    std::vector<uint8_t> codes_, scales_;
+    std::array<uint8_t, kPieceBytes> piece_;
+};
+
+std::unique_ptr<Preparation::Reader> Quantisation::reader() { return std::make_unique<CodeReader>(*this); }
+
+bool Quantisation::settle(unsigned threads) {
+    if (is_written_ || first_nonfinite() != kAllFinite) return false;
+    const bool is_first = !has_chosen_;
+    if (!units_that(false).empty()) {  // the readers did not come across them
+        finish(threads);
+        return is_first;
+    }
+    if (!has_chosen_) {
+        const std::vector<Unit> again = choose_shared_scales();
+        if (keeps_codes_) write(again, threads);
+        else for (const Unit& unit : again) progress(unit).store(Progress::none);
+        if (!again.empty()) {
+            is_written_ = keeps_codes_;
+            return true;
+        }
+    }
+    is_written_ = keeps_codes_;
+    return false;
+}
+
+void Quantisation::finish(unsigned threads) {
+    if (is_written_) return;
+    std::vector<Unit> left = units_that(false);
+    if (!keeps_codes_) {
+        const std::vector<Unit> done = units_that(true);
+        left.insert(left.end(), done.begin(), done.end());
+    }
+    write(left, threads);
+    if (first_nonfinite() != kAllFinite) return;
+    if (!has_chosen_) write(choose_shared_scales(), threads);
+    is_written_ = true;
+}
+
+size_t Quantisation::first_nonfinite() const {
+    for (size_t w = 0; w < weights_.size(); ++w)
+        if (largest_[w].load() >= kNotFinite) return w;
+    return kAllFinite;
+}
+
+// Most shared scales stay, so codes are made with the previous ones in the same pass that finds the largest values. The others are made again.
+std::vector<Quantisation::Unit> Quantisation::choose_shared_scales() {
+    const ExactArithmetic exact;
+    std::vector<uint32_t> of_group(weights_.size());
+    for (size_t w = 0; w < weights_.size(); ++w) of_group[weights_[w].group] = std::max(of_group[weights_[w].group], largest_[w].load());
+    std::vector<Unit> again;
+    fresh_.resize(weights_.size());
+    for (uint32_t w = 0; w < weights_.size(); ++w) {
+        const QuantiseWeight& weight = weights_[w];
+        const bool was_tried = is_scale(shared_[w]);
+        const float* previous = weight.previous ? &shared_[w] : nullptr;
+        const SharedScale found = choose_shared(rule_, weight.rows.source, std::bit_cast<float>(of_group[weight.group]), previous);
+        fresh_[w] = !found.is_sticky;
+        shared_[w] = found.scale;
+        write_shared(rule_, weight, found.scale);
+        if (found.is_sticky && was_tried) continue;
+        for (uint32_t u = 0; u < first_unit_[w + 1] - first_unit_[w]; ++u) again.push_back({w, u});
+    }
+    has_chosen_ = true;
+    return again;
+}
+
+std::vector<Quantisation::Unit> Quantisation::units_that(bool are_done) const {
+    std::vector<Unit> found;
+    for (uint32_t w = 0; w < weights_.size(); ++w)
+        for (size_t u = first_unit_[w]; u < first_unit_[w + 1]; ++u)
+            if ((progress_[u].load() == Progress::done) == are_done) found.push_back({w, uint32_t(u - first_unit_[w])});
+    return found;
+}
+
+void Quantisation::look_at(const Unit& unit, uint8_t* codes, uint8_t* scales) {
+    if (has_chosen_ || is_scale(shared_[unit.weight])) return quantise(unit, codes, scales);
+    const Rows rows = rows_of(unit);
+    uint32_t found = 0;
+    for (uint32_t r = 0; r < rows.rows; ++r) found = std::max(found, kernels_.largest(rows.data + int64_t(r) * rows.stride, rows.columns, rows.source));
+    raise_to(largest_[unit.weight], found);
+}
+
+void Quantisation::quantise(const Unit& unit, uint8_t* codes, uint8_t* scales) {
+    const QuantiseWeight& weight = weights_[unit.weight];
+    QuantiseRows job{rows_of(unit), codes, scales, nullptr, shared_[unit.weight]};
+    // Scales of blocks are relative to the global scale: if that is fresh, so are they.
+    if (rule_.kind != RecipeKind::fp8_tensor && weight.previous && (fresh_.empty() || !fresh_[unit.weight])) job.previous = weight.previous + scale_offset(unit);
+    raise_to(largest_[unit.weight], kernels_.quantise(rule_, job));
+}
+
+void Quantisation::write(const std::vector<Unit>& units, unsigned threads) {
+    run_units(units.size(), threads, [&](size_t i) {
+        const Unit& unit = units[i];
+        look_at(unit, codes_of(unit), weights_[unit.weight].scales + scale_offset(unit));
+        progress(unit).store(Progress::done);
+    });
+}
+
+void Quantisation::make_in_place(const Unit& unit) {
+    std::atomic<Progress>& now = progress(unit);
+    Progress seen = now.load(std::memory_order_acquire);
+    if (seen == Progress::done) return;
+    if (seen == Progress::none && now.compare_exchange_strong(seen, Progress::begun)) {
+        const ExactArithmetic exact;
+        look_at(unit, codes_of(unit), weights_[unit.weight].scales + scale_offset(unit));
+        {
+            const std::scoped_lock lock(mutex_);
+            now.store(Progress::done, std::memory_order_release);
+        }
+        done_.notify_all();
+    } else {
+        std::unique_lock lock(mutex_);
+        done_.wait(lock, [&] { return now.load(std::memory_order_acquire) == Progress::done; });
+    }
+}
+
+uint8_t* Quantisation::codes_of(const Unit& unit) const {
+    const QuantiseWeight& weight = weights_[unit.weight];
+    return weight.codes + rule_.code_bytes(size_t(unit.number) * unit_rows_[unit.weight] * weight.rows.columns);
+}
+
+size_t Quantisation::scale_offset(const Unit& unit) const {
+    const Rows& all = weights_[unit.weight].rows;
+    if (rule_.kind == RecipeKind::fp8_tensor) return 0;
+    const size_t grid_row = size_t(unit.number) * (rule_.is_block() ? 1 : unit_rows_[unit.weight]);
+    return grid_row * rule_.scales_in_row(all.columns) * rule_.scale_bytes(all.source);
+}
+
+size_t Quantisation::scale_bytes(const Unit& unit) const {
+    const Rows rows = rows_of(unit);
+    return size_t(rule_.is_block() ? 1 : rows.rows) * rule_.scales_in_row(rows.columns) * rule_.scale_bytes(rows.source);
+}
+
+Rows Quantisation::rows_of(const Unit& unit) const {
+    const Rows& all = weights_[unit.weight].rows;
+    const uint32_t first = unit.number * unit_rows_[unit.weight];
+    return rows_from(all, first, std::min(unit_rows_[unit.weight], all.rows - first));
 }
 
 void block_maxima(const QuantiseRule& rule, const Rows& all, uint32_t first_row, float* out, unsigned threads, const QuantiseKernels& kernels) {

@@ -1,8 +1,13 @@
 // Quantising weights (src/deltawire/quantise/reference.py defines it): scales from the largest values of blocks, and packed codes.
 #pragma once
 
-#include <span>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <utility>
+#include <vector>
 
+#include "preparation.hpp"
 #include "types.hpp"
 
 namespace deltawire {
@@ -93,8 +98,59 @@ struct QuantiseWeight {
 
 inline constexpr size_t kAllFinite = ~size_t(0);
 
-// Quantises many weights. Returns the number of a weight that has an element that is not finite, or `kAllFinite`; then codes and scales are undefined.
-size_t quantise_weights(const QuantiseRule&, std::span<const QuantiseWeight>, unsigned threads, const QuantiseKernels&);
+// Quantises many weights: all of them at once by `finish`, or right before their codes are encoded. Encoding writes all scales; it writes codes only if
+// they are kept. Afterwards `first_nonfinite` returns the number of a weight that has an element that is not finite, or `kAllFinite`. If there is one,
+// codes and scales are undefined.
+class Quantisation final : public Preparation {
+public:
+    Quantisation(const QuantiseRule&, std::vector<QuantiseWeight>, bool keeps_codes, const QuantiseKernels&);
+
+    size_t find(const uint8_t* address) const override;  // of codes
+    uint64_t unit_bytes(size_t number) const override;
+    std::unique_ptr<Reader> reader() override;
+    bool settle(unsigned threads) override;
+    // Writes all codes and scales that are not written yet.
+    void finish(unsigned threads);
+    size_t first_nonfinite() const;
+
+private:
+    // Some rows of a weight, which are quantised together.
+    struct Unit {
+        uint32_t weight, number;
+        bool operator==(const Unit&) const = default;
+    };
+    enum class Progress : uint8_t { none, begun, done };  // done: the scales of a unit are written, and its codes if they are kept
+    class CodeReader;
+
+    // Chooses the scales that are one number, and returns the units that are not quantised with the right one.
+    std::vector<Unit> choose_shared_scales();
+    std::vector<Unit> units_that(bool are_done) const;
+    // Quantises rows; or only finds their largest value if that must be known before.
+    void look_at(const Unit&, uint8_t* codes, uint8_t* scales);
+    void quantise(const Unit&, uint8_t* codes, uint8_t* scales);
+    void write(const std::vector<Unit>&, unsigned threads);
+    // Calls `look_at` for memory of the tensors, unless that was done. Waits for another thread that does it.
+    void make_in_place(const Unit&);
+    uint8_t* codes_of(const Unit&) const;
+    size_t scale_offset(const Unit&) const;  // in bytes
+    size_t scale_bytes(const Unit&) const;
+    Rows rows_of(const Unit&) const;
+    std::atomic<Progress>& progress(const Unit& unit) { return progress_[first_unit_[unit.weight] + unit.number]; }
+
+    QuantiseRule rule_;
+    std::vector<QuantiseWeight> weights_;
+    const QuantiseKernels& kernels_;
+    std::vector<std::atomic<uint32_t>> largest_;
+    std::vector<float> shared_;  // the scale that is one number: the previous one until `finish` has chosen
+    std::vector<char> fresh_;    // whether a weight's shared scale is fresh; empty until it is chosen
+    std::vector<uint32_t> unit_rows_;
+    std::vector<size_t> first_unit_;
+    std::vector<std::atomic<Progress>> progress_;  // by unit
+    std::vector<std::pair<const uint8_t*, size_t>> by_address_;
+    bool keeps_codes_, has_chosen_ = false, is_written_ = false;
+    std::mutex mutex_;
+    std::condition_variable done_;
+};
 
 // Writes the largest magnitude of every block of rows that begin at row `first_row` of a weight.
 void block_maxima(const QuantiseRule&, const Rows&, uint32_t first_row, float* out, unsigned threads, const QuantiseKernels&);

@@ -32,11 +32,10 @@ Rows rows_of(const QuantiseRule& rule, uint64_t address, int64_t stride, int64_t
     return {reinterpret_cast<const uint8_t*>(address), stride, uint32_t(rows), uint32_t(columns), Source(source)};
 }
 
-// The columns of a table of weights. The caller guarantees that the addresses are those of arrays with the right sizes.
-nb::object py_quantise(unsigned kind, uint32_t group, const Addresses& data, const Numbers& strides, const Numbers& rows, const Numbers& columns,
-                       const Codes& sources, const Addresses& codes, const Addresses& scales, const Addresses& globals, const Addresses& previous,
-                       const Addresses& previous_globals, const Numbers& groups, unsigned threads, const std::string& isa) {
-    const QuantiseRule rule = rule_of(kind, group);
+// Reads the columns of a table of weights. The caller guarantees that the addresses are those of arrays with the right sizes, and keeps the arrays alive.
+std::vector<QuantiseWeight> weights_of(const QuantiseRule& rule, const Addresses& data, const Numbers& strides, const Numbers& rows, const Numbers& columns,
+                                       const Codes& sources, const Addresses& codes, const Addresses& scales, const Addresses& globals,
+                                       const Addresses& previous, const Addresses& previous_globals, const Numbers& groups) {
     const size_t n = data.size();
     for (const size_t size : {strides.size(), rows.size(), columns.size(), sources.size(), codes.size(), scales.size(), globals.size(), previous.size(),
                               previous_globals.size(), groups.size()})
@@ -53,13 +52,33 @@ nb::object py_quantise(unsigned kind, uint32_t group, const Addresses& data, con
         if (groups(i) < 0 || size_t(groups(i)) >= n) throw std::invalid_argument("a group has a number that is too large");
         w.group = uint32_t(groups(i));
     }
-    const QuantiseKernels& kernels = quantise_kernels(isa);
-    size_t found;
+    return weights;
+}
+
+void init_quantisation(Quantisation* self, unsigned kind, uint32_t group, const Addresses& data, const Numbers& strides, const Numbers& rows,
+                       const Numbers& columns, const Codes& sources, const Addresses& codes, const Addresses& scales, const Addresses& globals,
+                       const Addresses& previous, const Addresses& previous_globals, const Numbers& groups, bool keeps_codes, const std::string& isa) {
+    const QuantiseRule rule = rule_of(kind, group);
+    new (self) Quantisation(rule, weights_of(rule, data, strides, rows, columns, sources, codes, scales, globals, previous, previous_globals, groups),
+                            keeps_codes, quantise_kernels(isa));
+}
+
+nb::object py_first_nonfinite(const Quantisation& made) {
+    const size_t found = made.first_nonfinite();
+    return found == kAllFinite ? nb::none() : nb::cast(found);
+}
+
+nb::object py_quantise(unsigned kind, uint32_t group, const Addresses& data, const Numbers& strides, const Numbers& rows, const Numbers& columns,
+                       const Codes& sources, const Addresses& codes, const Addresses& scales, const Addresses& globals, const Addresses& previous,
+                       const Addresses& previous_globals, const Numbers& groups, unsigned threads, const std::string& isa) {
+    const QuantiseRule rule = rule_of(kind, group);
+    Quantisation made(rule, weights_of(rule, data, strides, rows, columns, sources, codes, scales, globals, previous, previous_globals, groups), true,
+                      quantise_kernels(isa));
     {
         nb::gil_scoped_release release;
-        found = quantise_weights(rule, weights, threads, kernels);
+        made.finish(threads);
     }
-    return found == kAllFinite ? nb::none() : nb::cast(found);
+    return py_first_nonfinite(made);
 }
 
 void py_block_maxima(unsigned kind, uint32_t group, uint64_t address, int64_t stride, int64_t rows, int64_t columns, unsigned source, uint32_t first_row,
@@ -90,6 +109,11 @@ void py_encode_codes(unsigned kind, uint32_t group, uint64_t address, int64_t st
 void bind_quantise(nb::module_& m) {
     m.def("quantise", &py_quantise, "kind"_a, "group"_a, "data"_a, "strides"_a, "rows"_a, "columns"_a, "sources"_a, "codes"_a, "scales"_a, "globals"_a,
           "previous"_a, "previous_globals"_a, "groups"_a, "threads"_a, "isa"_a);
+    nb::class_<Quantisation, Preparation>(m, "Quantisation")
+        .def("__init__", &init_quantisation, "kind"_a, "group"_a, "data"_a, "strides"_a, "rows"_a, "columns"_a, "sources"_a, "codes"_a, "scales"_a,
+             "globals"_a, "previous"_a, "previous_globals"_a, "groups"_a, "keeps_codes"_a, "isa"_a)
+        .def("finish", &Quantisation::finish, "threads"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("first_nonfinite", &py_first_nonfinite);
     m.def("block_maxima", &py_block_maxima, "kind"_a, "group"_a, "address"_a, "stride"_a, "rows"_a, "columns"_a, "source"_a, "first_row"_a, "out"_a,
           "threads"_a, "isa"_a);
     m.def("encode_codes", &py_encode_codes, "kind"_a, "group"_a, "address"_a, "stride"_a, "rows"_a, "columns"_a, "source"_a, "first_row"_a, "divisors"_a,

@@ -28,8 +28,12 @@ class WrongType(Exception): ...
 class WrongCount(Exception): ...
 
 def instruction_sets() -> list[str]: ...
+
+class Preparation:
+    """Makes tensors right before they are encoded."""
+
 def encode_groups(
-    groups: Sequence[EncodeGroup], threads: int, isa: str
+    groups: Sequence[EncodeGroup], threads: int, isa: str, preparation: Preparation | None = None
 ) -> list[tuple[list[NDArray[np.uint8]], NDArray[np.int64], Lanes, Lanes]]: ...
 def digest(arrays: _Arrays, seeds: NDArray[np.uint64], threads: int, isa: str) -> NDArray[np.uint32]: ...
 def memory_of(arrays: list[NDArray[Any]]) -> tuple[NDArray[np.uint64], NDArray[np.uint8]]: ...
@@ -69,6 +73,29 @@ def quantise(
     threads: int,
     isa: str,
 ) -> int | None: ...
+
+class Quantisation(Preparation):
+    def __init__(
+        self,
+        kind: int,
+        group: int,
+        data: NDArray[np.uint64],
+        strides: NDArray[np.int64],
+        rows: NDArray[np.int64],
+        columns: NDArray[np.int64],
+        sources: NDArray[np.uint8],
+        codes: NDArray[np.uint64],
+        scales: NDArray[np.uint64],
+        globals: NDArray[np.uint64],
+        previous: NDArray[np.uint64],
+        previous_globals: NDArray[np.uint64],
+        groups: NDArray[np.int64],
+        keeps_codes: bool,
+        isa: str,
+    ) -> None: ...
+    def finish(self, threads: int) -> None: ...
+    def first_nonfinite(self) -> int | None: ...
+
 def block_maxima(
     kind: int,
     group: int,

@@ -25,6 +25,7 @@ from deltawire.quantise.quantise import quantise_state
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
 from deltawire.subscribe import Subscriber, pull, reading_mirror
+from deltawire.tensors.pending_state import PendingState
 from deltawire.warnings import LayoutChanged, QuantizationConfigMissing, RecipeChanged
 
 RECIPES = ["fp8-block", "nvfp4", "int4"]
@@ -256,18 +257,18 @@ def test_states_that_are_overtaken_leave_no_trace_in_the_scales():
 
 def test_the_foreground_holds_one_segment_besides_the_baseline(monkeypatch):
     """No quantised segment is alive when the next one is made, and none after the call."""
-    alive, most, quantise = [], [], append.quantise
+    alive, most, quantise_segments = [], [], append.quantise_segments
 
-    def watched(layout, names, state, previous, out=None, **options):
+    def watched(*arguments, **options):
         gc.collect()
         most.append(sum(1 for reference in alive if reference() is not None))
-        made = quantise(layout, names, state, previous, out, **options)
-        if out is None:
-            alive.extend(map(weakref.ref, made.values()))
+        made = quantise_segments(*arguments, **options)
+        tensors = made.unwritten.tensors if isinstance(made, PendingState) else made.values()  # the first ones are not written yet
+        alive.extend(map(weakref.ref, tensors))
         return made
 
     store, masters = MemoryStore(), Masters()
-    monkeypatch.setattr(append, "quantise", watched)
+    monkeypatch.setattr(append, "quantise_segments", watched)
     with publisher(store) as chain:
         for _ in range(3):
             chain.publish(masters.step())

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..dtypes import DType, PayloadType
 from .bits import Bits, Indices
+
+if TYPE_CHECKING:
+    from .._native import Preparation
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Lanes: TypeAlias = tuple[int, int, int, int]
@@ -56,12 +59,14 @@ class EncodeGroup:
     `bases` and `news` are the bits of whole elements, also where the payload type is packed. A base is None for a tensor that is added; it
     is coded against zeros. Codecs read a `BitsColumn` by its addresses and sizes, and look at the items of any other sequence one by one.
     On a GPU one of the two tensors of a pair may be `QuantisedBits`.
+    Only codecs with `prepares` take a `preparation`, which makes some of `news`; it is the same one in all groups of a call.
     """
 
     type: PayloadType
     bases: Sequence[Bits | None]
     news: Sequence[Bits]
     seeds: NDArray[np.uint64]
+    preparation: Preparation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +172,8 @@ class Codec(Protocol):
     name: str
     prefers_whole_state: bool
     """Whether one call with all tensors is faster than batches. Memory is bounded in both cases."""
+    prepares: bool
+    """Whether it takes groups with a `preparation`."""
 
     def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
         """Encode groups of tensors. The bytes do not depend on the number of threads, or on the other groups."""

@@ -42,6 +42,7 @@ class NativeCodec:
     """
 
     prefers_whole_state = False
+    prepares = True
 
     def __init__(self, isa: str | None = None) -> None:
         sets = instruction_sets()
@@ -51,7 +52,9 @@ class NativeCodec:
 
     def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
         native = [(_TYPES[group.type.code], native_tensors(group.bases), native_tensors(group.news), group.seeds) for group in groups]
-        found = _native.encode_groups(native, threads, self.name)
+        preparation = next((group.preparation for group in groups if group.preparation is not None), None)
+        more = () if preparation is None else (preparation,)
+        found = _native.encode_groups(native, threads, self.name, *more)
         return [EncodedGroup([block.data for block in blocks], changed, before, after) for blocks, changed, before, after in found]
 
     def resolution(self, threads: int, budget: int) -> NativeResolution:

@@ -25,6 +25,7 @@ from ..tensors.bits import State, TensorBits, UnwrittenTensor, keys_of, named_bi
 from ..tensors.casting import Casting, Casts, WireDType
 from ..tensors.columns import Columns, ColumnState
 from ..tensors.names import check_names
+from ..tensors.pending_state import PendingState
 from ..tensors.state import Progress, codec_for, digest_tensors, thread_count
 from .progress import reporting
 
@@ -147,7 +148,7 @@ class _Work:
     elements: int
     adds_tensors: bool = False
     checks: Collection[Callable[[], None]] = ()
-    """The checks of all `UnwrittenTensor`s."""
+    """The checks of all `UnwrittenTensor`s, or of a `PendingState`."""
 
 
 def _encode(
@@ -185,7 +186,7 @@ def _write(work: _Work, found: Sequence[EncodedGroup], threads: int, write: Call
 def _work_on(base: State, new: State, casting: Casting | None, threads: int) -> _Work:
     is_cast = casting is not None and casting.is_given
     if not is_cast:
-        if UnwrittenTensor in set(map(type, new.values())):
+        if not isinstance(new, ColumnState) and UnwrittenTensor in set(map(type, new.values())):
             work = _work_on_unwritten(base, new, is_base=False)
         elif not isinstance(base, ColumnState) and UnwrittenTensor in set(map(type, base.values())):
             work = _work_on_unwritten(new, base, is_base=True)
@@ -228,13 +229,17 @@ def _checks(new: State) -> Collection[Callable[[], None]]:
 
 def _work_on_columns(base: State, new: State, threads: int) -> _Work | None:
     """Return the work on two states of the same plain tensors; None for all others."""
-    old, now = Columns.of(base), Columns.of(new)
+    pending = new if isinstance(new, PendingState) else None
+    old, now = Columns.of(base), Columns.of(new) if pending is None else pending.unwritten
     if old is None or now is None or not now.layout.is_like(old.layout):
         return None
     layout = now.layout
     sharing = now.sharing_addresses.tolist()
     aliases = _aliases(_Pairs([now[number] for number in sharing], [old[number] for number in sharing])) if sharing else {}
     codec = codec_for([*now[:1], *old[:1]])
+    if pending is not None and not codec.prepares:
+        pending.finish()
+        pending = None
     before = after = layout.keys.tag()
     members = layout.groups
     groups: list[tuple[int, PayloadType, NDArray[np.int64]]] = []
@@ -250,10 +255,15 @@ def _work_on_columns(base: State, new: State, threads: int) -> _Work | None:
             kind = payload_type(layout.names[number], layout.dtypes[number])
             groups.append((grouped.group_id(kind.code, index), kind, np.array([number], np.int64)))
     groups = [*((grouped.group_id(kind.code), kind, numbers) for kind, numbers in members), *groups]
-    jobs = [(group, EncodeGroup(kind, old.take(numbers), now.take(numbers), layout.keys.seeds[numbers])) for group, kind, numbers in groups]
+    preparation = None if pending is None else pending.preparation
+    jobs = [
+        (group, EncodeGroup(kind, old.take(numbers), now.take(numbers), layout.keys.seeds[numbers], preparation))
+        for group, kind, numbers in groups
+    ]
     start = grouped.start_of_body(len(now), Structure(aliases=aliases), None, (), {})
     elements = sum(kind.per_element * int(layout.sizes[numbers].sum()) for kind, numbers in layout.groups)
-    return _Work(codec, jobs, start, before, after, int(layout.nbytes.sum()), elements)
+    checks = () if pending is None else (pending.check,)
+    return _Work(codec, jobs, start, before, after, int(layout.nbytes.sum()), elements, checks=checks)
 
 
 def _work_on_pairs(base: State, new: State, casting: Casting | None, threads: int) -> _Work:

@@ -19,6 +19,7 @@ from ..format.digest import Digest
 from ..format.records.record_parts import CommitRef, RecipeRecord
 from ..format.records.version_records import Commit
 from ..quantise import QuantisedLayout
+from ..quantise.pending import ReusedMemory
 from ..tensors.bits import State
 from ..tensors.columns import in_columns
 from .advice import continues
@@ -27,7 +28,7 @@ from .baseline import Baseline
 from .batches import cut_for_gpu
 from .commits import Attempt, ChainWriter, emit_published
 from .publication import Publication
-from .quantising import SegmentsOf, quantise
+from .quantising import SegmentsOf, quantise, quantise_segments
 from .resume import Resumed, read_state, version_commit
 from .shortcuts.cadence import ChainCost, Speed
 from .snapshots import Arrays, SnapshotMemory, copy_tensors, new_arrays
@@ -176,15 +177,16 @@ class Appender:
             if baseline is None or baseline.table != table:
                 return None
             baseline.move_to_device(publication.located, self._memory.device)
+            wants_reverse = layout is not None and baseline.needs_reverse(remember=self._options.skips)
             update = upload_update(
                 self._location(),
                 baseline,
                 state,
                 self._threads,
                 limit=table.state_bytes,
-                segments_of=None if layout is None else self._quantised(publication, layout, baseline.segments),
+                segments_of=None if layout is None else self._quantised(publication, layout, baseline.segments, keeps_codes=wants_reverse),
                 batches=cut_for_gpu(publication, baseline.arrays, baseline.segments),
-                wants_reverse=layout is not None and baseline.needs_reverse(remember=self._options.skips),
+                wants_reverse=wants_reverse,
             )
             if update is None:
                 return None
@@ -219,14 +221,20 @@ class Appender:
         return Unsettled(attempt, update.after, update.deltas, as_published, _owned(publication), update.reverse, seconds)
 
     def _quantised(
-        self, publication: Publication, layout: QuantisedLayout, segments: Sequence[Segment], out: Arrays | None = None
+        self, publication: Publication, layout: QuantisedLayout, segments: Sequence[Segment], *, keeps_codes: bool
     ) -> SegmentsOf:
-        """Return a function that quantises segments. Without `out`, their tensors can only be encoded."""
+        """Return a function that quantises segments to encode them. Their tensors are valid until the next call.
 
-        def make(indices: Sequence[int]) -> Arrays:
+        `keeps_codes` is for a caller that also reads them afterwards.
+        """
+        memory = ReusedMemory()
+
+        def make(indices: Sequence[int]) -> State:
             names = [name for index in indices for name in publication.table.names_of(segments[index])]
             previous = self.previous(publication.recipe)
-            return quantise(layout, names, publication.weights, previous, out, threads=self._threads, may_be_unwritten=out is None)
+            return quantise_segments(
+                layout, names, publication.weights, previous, memory=memory, threads=self._threads, keeps_codes=keeps_codes
+            )
 
         return make
 
@@ -241,9 +249,9 @@ class Appender:
             if publication.layout is None:
                 copy_tensors(publication.weights, arrays)
             else:
-                make = self._quantised(publication, publication.layout, segments, arrays)
-                for index in range(len(segments)):
-                    make([index])
+                previous = self.previous(publication.recipe)
+                for part in segments:
+                    quantise(publication.layout, table.names_of(part), publication.weights, previous, arrays, threads=self._threads)
         quantising = 0.0 if publication.layout is None else time.perf_counter() - start
         own = in_columns(arrays)
         layout = lay_out(table, segments, shard_bytes=self._options.shard_bytes)

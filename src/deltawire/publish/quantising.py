@@ -15,6 +15,8 @@ from ..dtypes import DType, dtype_named
 from ..errors import LimitExceeded, NonFiniteWeights
 from ..format.records.record_parts import RecipeRecord
 from ..quantise import QuantisedLayout, Recipe, TensorSpec
+from ..quantise.pending import ReusedMemory
+from ..quantise.quantise import quantise_to_encode
 from ..quantise.recipe import RecipeLike
 from ..quantise.reference import NONFINITE_HINT
 from ..tensors import torch_types
@@ -144,12 +146,10 @@ def quantise(
     out: Mapping[str, Any] | None = None,
     *,
     threads: int | None = None,
-    may_be_unwritten: bool = False,
 ) -> Arrays:
     """Return published tensors of a state. Raises `NonFiniteWeights` if one of their weights is NaN or infinite.
 
-    `previous` are the tensors of the version before, whose scales stay where that is possible. `out` has the memory to write into. With
-    `may_be_unwritten`, the tensors are only encoded, so that codes of weights on a GPU need no memory (`UnwrittenTensor`).
+    `previous` are the tensors of the version before, whose scales stay where that is possible. `out` has the memory to write into.
     """
     chosen = list(names)
     kept = [name for name in chosen if layout.outputs[name].weight is None]
@@ -163,10 +163,30 @@ def quantise(
                 copy_tensors(layout.quantise(part, state, previous, threads=threads), out)
                 found.update({name: out[name] for name in part})
         else:
-            found |= layout.quantise(some, state, previous, out, threads=threads, may_be_unwritten=may_be_unwritten)
+            found |= layout.quantise(some, state, previous, out, threads=threads)
         if some is kept:
             refuse_nonfinite({name: found[name] for name in kept}, threads=threads)
     return {name: found[name] for name in chosen}
+
+
+def quantise_segments(
+    layout: QuantisedLayout,
+    names: Iterable[str],
+    state: State,
+    previous: State | None,
+    *,
+    memory: ReusedMemory | None = None,
+    threads: int | None = None,
+    keeps_codes: bool = False,
+) -> State:
+    """Return what `quantise` returns, for a caller that encodes it (`quantise_to_encode`).
+
+    If a weight that is quantised is NaN or infinite, encoding raises `NonFiniteWeights`. `keeps_codes` is for a caller that reads the
+    tensors after it has encoded them.
+    """
+    chosen = list(names)
+    kept = quantise(layout, [name for name in chosen if layout.outputs[name].weight is None], state, previous, threads=threads)
+    return quantise_to_encode(layout, chosen, state, previous, memory, threads, ready=kept, keeps_codes=keeps_codes)
 
 
 def _is_on_gpu_for_host(layout: QuantisedLayout, names: Iterable[str], state: State, out: Mapping[str, Any]) -> bool:

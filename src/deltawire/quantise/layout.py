@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -73,6 +74,10 @@ class Output(NamedTuple):
     """The weight that it belongs to; None for a tensor that is not quantised."""
     role: Role | None
     """Its role for its weight; None for a tensor that is not quantised."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def check(self, target: TensorBits) -> None:
         """Raise `DtypeMismatch` or `ShapeMismatch` if a tensor cannot hold this one.
@@ -204,7 +209,6 @@ class QuantisedLayout:
         out: Mapping[str, Tensor] | None = None,
         *,
         threads: int | None = None,
-        may_be_unwritten: bool = False,
     ) -> dict[str, Tensor]:
         """Return published tensors, from a state that holds their sources.
 
@@ -223,13 +227,10 @@ class QuantisedLayout:
             Tensors to write into, by name. Other tensors are new.
         threads
             The number of threads to use; by default, as many as there are processors that this process may use.
-        may_be_unwritten
-            Whether the codes of weights on a GPU may be `UnwrittenTensor`s, which can only be encoded. The weights must not change until
-            then.
         """
         from .quantise import quantise_outputs
 
-        return quantise_outputs(self, names, state, previous, out, threads, may_be_unwritten=may_be_unwritten)
+        return quantise_outputs(self, names, state, previous, out, threads)
 
     def previous_scales(self, weight: QuantisedWeight, previous: State | None) -> Scales | None:
         """Return the scales of a weight that may stay, as arrays; None if they are missing or have another form, or if all are fresh.

@@ -30,13 +30,13 @@ class NativeQuantiser:
     """
 
     def __init__(self, threads: int = 1, isa: str | None = None) -> None:
-        self._threads = threads
+        self.threads = threads
         self._isa = isa or _native.instruction_sets()[0]
 
     def block_maxima(self, recipe: Recipe, weight: NDArray[Any], first_row: int = 0, name: str = "") -> Grid:
         rows = _rows(weight)
         found = np.empty(_grid(recipe, rows, first_row), np.float32)
-        _native.block_maxima(*self._arguments(recipe, rows, first_row), found, self._threads, self._isa)
+        _native.block_maxima(*self._arguments(recipe, rows, first_row), found, self.threads, self._isa)
         if not np.isfinite(found).all():
             raise nonfinite_weight(name, nonfinite_elements(weight))
         return found
@@ -47,7 +47,7 @@ class NativeQuantiser:
         dtype = _CODES[recipe.element]
         per_byte = 1 if recipe.element == "e4m3" else 2
         codes = np.empty((rows.shape[0], rows.shape[1] // per_byte), np.uint8)
-        _native.encode_codes(*self._arguments(recipe, rows, first_row), by, codes.reshape(-1), self._threads, self._isa)
+        _native.encode_codes(*self._arguments(recipe, rows, first_row), by, codes.reshape(-1), self.threads, self._isa)
         return codes.view(dtype)
 
     def quantise_weights(self, recipe: Recipe, weights: WeightTable) -> int | None:
@@ -62,7 +62,25 @@ class NativeQuantiser:
         weights
             The weights. The caller keeps the memory alive, and has checked all sizes.
         """
-        return _native.quantise(kind_number(recipe), recipe.group_size or 0, *weights, self._threads, self._isa)
+        return _native.quantise(kind_number(recipe), recipe.group_size or 0, *weights, self.threads, self._isa)
+
+    def start(self, recipe: Recipe, weights: WeightTable, *, keeps_codes: bool) -> _native.Quantisation | None:
+        """Return what quantises many weights: right before their codes are encoded, or when `finish` is called.
+
+        Encoding writes all scales. Returns None if the extension was built before it had this class, as in a source tree after an update.
+
+        Parameters
+        ----------
+        recipe
+            As for `quantise_weights`.
+        weights
+            As for `quantise_weights`.
+        keeps_codes
+            Whether encoding writes the codes, too. Otherwise only `finish` does.
+        """
+        if not hasattr(_native, "Quantisation"):
+            return None
+        return _native.Quantisation(kind_number(recipe), recipe.group_size or 0, *weights, keeps_codes, self._isa)
 
     def _arguments(self, recipe: Recipe, rows: NDArray[Any], first_row: int) -> tuple[int, int, int, int, int, int, int, int]:
         return (

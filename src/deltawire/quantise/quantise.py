@@ -15,6 +15,8 @@ from ..errors import DtypeMismatch, ShapeMismatch, TensorMissing
 from ..tensors import torch_types
 from ..tensors.bits import State, Tensor, TensorBits, tensor_bits, typed
 from ..tensors.casting import Casts
+from ..tensors.columns import Columns
+from ..tensors.pending_state import PendingState
 from ..tensors.state import thread_count
 from . import reference
 from .layout import KeptDType, Output, QuantisedLayout, QuantisedWeight
@@ -24,6 +26,7 @@ from .scales import Grid, Scales, choose_scales
 if TYPE_CHECKING:
     import torch
 
+    from .pending import ReusedMemory
     from .whole_weights import WholeWeights
 
 _MOST_KEPT = 1 << 20
@@ -129,6 +132,49 @@ def quantise_outputs(
         tensor = work.tensor(output) if output.weight is not None else _kept(output, work.source(name), casts)
         found[name] = tensor if name not in given else _written(output, tensor, given[name])
     return {name: found[name] for name in names}
+
+
+def quantise_to_encode(
+    layout: QuantisedLayout,
+    names: Iterable[str],
+    state: State,
+    previous: State | None = None,
+    memory: ReusedMemory | None = None,
+    threads: int | None = None,
+    *,
+    ready: Mapping[str, Tensor] | None = None,
+    keeps_codes: bool = False,
+) -> State:
+    """Return what `quantise_outputs` returns, for a caller that encodes it.
+
+    Weights in host memory are quantised while their codes are encoded (`PendingState`), which then raises `NonFiniteWeights`. Codes of
+    weights on a GPU may be `UnwrittenTensor`s. The weights and `previous` must not change until then.
+
+    `ready` has tensors that are made already. `memory` receives large arrays in host memory. `keeps_codes` is for a caller that reads codes
+    after it has encoded them: encoding writes them then. Otherwise weights are quantised again if their codes are read.
+    """
+    from .native import NativeQuantiser
+    from .pending import PendingWeights
+    from .whole_weights import WholeWeights, whole_weights
+
+    done = {} if ready is None else dict(ready)
+    wanted = tuple(name for name in names if name not in done)
+    plan, codec = _plan_of(layout, wanted), default_codec()
+    if codec.name == "reference" or _by_device(plan.weights, state)[1]:
+        return done | quantise_outputs(layout, wanted, state, previous, None, threads, may_be_unwritten=True)
+    if plan.whole is None:
+        plan.whole = WholeWeights(layout, whole_weights(layout, plan.weights, set(wanted)))
+    out = {} if memory is None else memory.arrays(plan.whole.large_outputs)
+    pending = PendingWeights(NativeQuantiser(thread_count(threads), codec.name), plan.whole, state)
+    made = pending.start(previous, out, keeps_codes=keeps_codes)
+    if made is None or pending.preparation is None:
+        return done | quantise_outputs(layout, wanted, state, previous, out, threads)
+    found = done | made | quantise_outputs(layout, [name for name in wanted if name not in made], state, previous, None, threads)
+    columns = Columns.of(found)
+    if columns is None:
+        pending.finish()
+        return found
+    return PendingState(columns, made, pending.preparation, finish=pending.finish, check=pending.check)
 
 
 @dataclass

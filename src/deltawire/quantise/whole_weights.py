@@ -35,6 +35,9 @@ _SCALES: tuple[Role, Role] = ("scale", "global_scale")
 _BYTE_SCALES = ("nvfp4", "mxfp4")
 """Recipes whose scales have one byte each."""
 
+_LARGE = 1 << 15
+"""The least bytes of a large output."""
+
 _ITEMSIZES = np.array([4, 2, 2], np.int64)
 """The bytes of a weight, by `source_number`."""
 
@@ -227,6 +230,11 @@ class WholeWeights:
             found.update(zip(plain[role].names, arrays, strict=True))
         self._add_shapes(_HostMemory(), out, found)
         return found
+
+    @cached_property
+    def large_outputs(self) -> list[Output]:
+        """The outputs for which the system's memory is slower than memory that is used again."""
+        return [form for forms in self._forms.values() for form in forms if form.nbytes >= _LARGE]
 
     @cached_property
     def _plain(self) -> dict[Role | Literal["source"], _Forms]:

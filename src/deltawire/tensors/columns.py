@@ -208,20 +208,24 @@ class ColumnState(Mapping[str, Tensor]):
     """
 
     def __init__(self, columns: Columns) -> None:
-        self.columns = columns
+        self._columns = columns
+
+    @property
+    def columns(self) -> Columns:
+        return self._columns
 
     @cached_property
     def _by_name(self) -> dict[str, Tensor]:
-        return dict(zip(self.columns.layout.names, self.columns.tensors, strict=True))
+        return dict(zip(self._columns.layout.names, self._columns.tensors, strict=True))
 
     def __getitem__(self, name: str) -> Tensor:
         return self._by_name[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.columns.layout.names)
+        return iter(self._columns.layout.names)
 
     def __len__(self) -> int:
-        return len(self.columns)
+        return len(self._columns)
 
     def part(self, first: int, count: int) -> ColumnState:
         """Return the state of `count` tensors from number `first` on, in the order of names."""

@@ -34,6 +34,7 @@ class GpuCodec:
 
     name = "gpu"
     prefers_whole_state = True
+    prepares = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

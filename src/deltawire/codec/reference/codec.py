@@ -32,6 +32,7 @@ class ReferenceCodec:
 
     name = "reference"
     prefers_whole_state = False
+    prepares = False
 
     def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
         return [_encode_group(group) for group in groups]

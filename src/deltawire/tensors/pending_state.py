@@ -1,0 +1,66 @@
+"""States that are written only if they are read. They can be encoded without that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from .bits import State, Tensor
+from .columns import Columns, ColumnState
+
+if TYPE_CHECKING:
+    from .._native import Preparation
+
+
+class PendingState(ColumnState):
+    """A state with arrays that are not written yet. They are written before one of them is returned.
+
+    A codec that makes elements right before it encodes them uses `unwritten` and `preparation` instead, and its caller calls `check` then.
+
+    Parameters
+    ----------
+    columns
+        The columns of all arrays.
+    pending
+        The names of those that are not written yet.
+    preparation
+        Makes their elements.
+    finish
+        Writes all that are not written yet. Raises as `check` does; then their contents are undefined. It may be called again.
+    check
+        Raises if elements that were encoded could not be made.
+    """
+
+    def __init__(
+        self,
+        columns: Columns,
+        pending: Collection[str],
+        preparation: Preparation,
+        *,
+        finish: Callable[[], None],
+        check: Callable[[], None],
+    ) -> None:
+        super().__init__(columns)
+        self.preparation = preparation
+        self.finish = finish
+        self.check = check
+        self._pending = frozenset(pending)
+
+    @property
+    def columns(self) -> Columns:
+        self.finish()
+        return self._columns
+
+    @property
+    def unwritten(self) -> Columns:
+        """The columns of all arrays, which need not be written yet."""
+        return self._columns
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._pending:
+            self.finish()
+        return super().__getitem__(name)
+
+    def of(self, names: Sequence[str]) -> State:
+        """Return some of the arrays. They stay unwritten if these are all."""
+        return self if list(names) == self.unwritten.layout.names else {name: self[name] for name in names}
