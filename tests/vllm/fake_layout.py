@@ -168,6 +168,9 @@ class KeptState:
     def hold(self, wanted: TensorTable) -> str | None:
         return None
 
+    def writes(self, name: str) -> bool:
+        return True
+
     def base(self, name: str) -> np.ndarray[Any, Any]:
         return self.arrays[name]
 

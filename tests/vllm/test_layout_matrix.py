@@ -105,6 +105,9 @@ class FirstVersion:
     def hold(self, wanted: TensorTable) -> str | None:
         return None
 
+    def writes(self, name: str) -> bool:
+        return True
+
     def base(self, name: str) -> Any:
         self.asked.add(name)
         return self._tensors[name]

@@ -59,7 +59,7 @@ class Chain:
         return self.commits[number].seq
 
 
-def start_backend(loaded: LoadedModel, **info: Any) -> Any:
+def start_backend(loaded: LoadedModel, device: str = "cpu", **info: Any) -> Any:
     """Return a backend as a worker of one rank has it."""
     import torch
 
@@ -68,7 +68,7 @@ def start_backend(loaded: LoadedModel, **info: Any) -> Any:
         from deltawire.engines.vllm import backend as backends
     with loaded.active(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "_add_rpc_methods", lambda: None)  # there is no worker, whose import takes seconds
-        backend = backends.DeltaWireBackend(None, loaded.vllm_config, torch.device("cpu"), loaded.model)
+        backend = backends.DeltaWireBackend(None, loaded.vllm_config, torch.device(device), loaded.model)
     backend.init_transfer_engine(backends.InitInfo(**info))
     return backend
 
@@ -191,6 +191,30 @@ def test_an_update_that_is_missing_or_damaged_in_the_spool_is_refused(tmp_path: 
         assert "is damaged" in damaged["error"]
         chain.put(1)  # fetches it again
         assert backend.swap(seq)["outcome"] == "made"
+    backend.shutdown()
+
+
+def test_a_gpu_worker_learns_its_layout_before_the_kv_cache_takes_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltawire.codec.gpu import device
+    from deltawire.engines.vllm.layout import model_layout
+
+    chain = Chain(tmp_path, *CASES["dense"], versions=2)
+    loaded = load_model(chain.checkpoints[0])
+    learnt: list[int] = []
+    learn = model_layout.learn_layout
+
+    def counted(model: Any, config: Any, table: Any) -> Any:
+        learnt.append(len(table))
+        return learn(model, config, table)
+
+    monkeypatch.setattr(model_layout, "learn_layout", counted)
+    monkeypatch.setattr(device, "_PRIORITIES", dict(device._PRIORITIES))
+    backend = start_backend(loaded, device="cuda", spool=str(chain.spool.folder))
+    assert learnt == [chain.commits[0].tensors]
+    assert device._PRIORITIES == {}  # decoding does not come before generation
+    with loaded.active():
+        assert backend.learn(str(chain.spool.table_path))["live"]
+    assert len(learnt) == 1
     backend.shutdown()
 
 

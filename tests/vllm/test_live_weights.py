@@ -164,22 +164,30 @@ def fail(*_: Any, **__: Any) -> None:
     raise RuntimeError("injected")
 
 
-def half_written(scatter: Any) -> None:
-    """Write the first of two values, then fail."""
-    scatter.old = layout_update._read(scatter)
+def half_written(scatter: Any, values: Any) -> None:
+    """Write only the first value, then fail. Old values are written correctly."""
+    if values is scatter.old:
+        _write(scatter, values)
+        return
     scatter.memory[scatter.indices[:1]] ^= 1
     fail()
 
 
+def not_written(scatter: Any, values: Any) -> None:
+    """Write no new values."""
+    if values is scatter.old:
+        _write(scatter, values)
+
+
 Fault = Callable[[pytest.MonkeyPatch, FakeWorker], None]
 FAULTS: dict[str, Fault] = {
-    "the first scatter list fails half-way": lambda patch, worker: patch.setattr(layout_update, "_write_new", half_written),
-    "the write is incomplete": lambda patch, worker: patch.setattr(layout_update, "_write_new", lambda scatter: None),
+    "the first scatter list fails half-way": lambda patch, worker: patch.setattr(layout_update, "_write", half_written),
+    "the write is incomplete": lambda patch, worker: patch.setattr(layout_update, "_write", not_written),
     "the check fails": lambda patch, worker: patch.setattr(LayoutUpdate, "check", once(LayoutUpdate.check)),
     "a direct tensor is wrong": lambda patch, worker: patch.setattr(LayoutUpdate, "apply", apply_and_damage(worker)),
     "the patch fails half-way": lambda patch, worker: patch.setattr(LayoutUpdate, "apply", apply_and_fail),
 }
-_apply = LayoutUpdate.apply
+_apply, _write = LayoutUpdate.apply, layout_update._write
 
 
 def once(method: Callable[..., None]) -> Callable[..., None]:

@@ -18,6 +18,11 @@ _PRIORITIES = {"decode": -1}
 """Streams whose thread blocks must run between those of other streams. All others have torch's default priority."""
 
 
+def let_others_go_first() -> None:
+    """Give no stream priority over those of other code. Call it in processes that serve a model, before the codec is used."""
+    _PRIORITIES.clear()
+
+
 class KernelSet(Protocol):
     """Compiled kernels: those for elements of one width, or others."""
 

@@ -44,11 +44,12 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.logger import init_logger
 
 from ...chain.reader_options import ReaderOptions
-from ...errors import CorruptRecord, EngineError, EngineQuarantined, EngineRefused
+from ...codec.gpu.device import let_others_go_first
+from ...errors import CheckpointError, CorruptRecord, EngineError, EngineQuarantined, EngineRefused
 from ...format.checkpoints.checkpoint import Checkpoint
 from ...format.records.canonical import Fields
 from ...format.records.record_parts import CommitRef
-from ...subscribe.tensor_table import TensorTable
+from ...subscribe.tensor_table import TensorSpec, TensorTable
 from . import OLDEST_VLLM, loading
 from .element_map import ElementMap, MappedChanges
 from .kept_bases import KeptBases
@@ -138,6 +139,11 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._transformed: set[str] = set()
         self._derived = _computed_tensors(self.model)
         self._learn_layout()
+        self._learnt: tuple[TensorTable, Layout] | None = None
+        """The layout that was learnt last, and the tensors that it is for."""
+        if self.device.type != "cpu":
+            let_others_go_first()
+            self._learn_early()
         self._is_quarantined = False
         self._error: str | None = None
         self._last: dict[str, float] = {}
@@ -346,7 +352,21 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
     def _learn_model_layout(self, table: TensorTable) -> Layout:
         from .layout.model_layout import learn_layout
 
-        return learn_layout(self.model, self.vllm_config, table)
+        if self._learnt is not None and self._learnt[0] == table and self._learnt[1].is_valid_for(self.model):
+            return self._learnt[1]
+        layout = learn_layout(self.model, self.vllm_config, table)
+        is_useful = any(tensor.kind != "module" for tensor in layout.tensors.values())
+        self._learnt = (table, layout) if is_useful else None
+        return layout
+
+    def _learn_early(self) -> None:
+        """Learn the layout of the checkpoint that the server has loaded. Later, the KV cache occupies the memory that learning needs."""
+        try:
+            checkpoint = Checkpoint(Path(self.model_config.model))
+        except (CheckpointError, OSError):  # it is not a directory of safetensors; the layout is learnt later
+            return
+        entries = {name: checkpoint.entry(name) for name in sorted(checkpoint)}
+        self._learn_model_layout({name: TensorSpec(entry.dtype, entry.shape) for name, entry in entries.items()})
 
     def _recompute(self, rules: Sequence[ModuleRule]) -> None:
         recompute(self.model, self.model_config, rules)
@@ -374,7 +394,10 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if self._info is None:
             raise EngineError("the weight transfer was not initialised: POST /init_weight_transfer_engine first.")
         if self._stager is None:
-            raise EngineRefused("the version of the weights is unknown, and there is no mirror to load it from.")
+            raise EngineRefused(
+                "the version of the weights is unknown, and there is no mirror to load it from.",
+                hint="Name a mirror as well as the spool, or start the server from a version of the chain.",
+            )
         if self._is_quarantined and not info.anew:
             raise EngineQuarantined("the last update failed, so only an update that loads everything (`anew`) is accepted.")
         return self._stager.take(info.seq, self._live)

@@ -160,6 +160,16 @@ class KeptBases:
         finally:
             self._generation += 1
 
+    def writes(self, name: str) -> bool:
+        """Return whether this worker makes the changes of a tensor.
+
+        Parameters
+        ----------
+        name
+            The name of the tensor.
+        """
+        return name in self._claimed
+
     def base(self, name: str) -> NDArray[Any]:
         """Return a tensor of the live version. Waits until the worker that writes it has made the changes of the last swap.
 

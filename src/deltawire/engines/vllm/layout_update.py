@@ -8,6 +8,7 @@ scatter lists. The temporary tensor is freed as soon as its file is decoded.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -65,6 +66,10 @@ class BaseSource(Protocol):
 
     def hold(self, wanted: TensorTable) -> str | None:
         """Get hold of these tensors, and of no others. Returns why that is impossible, or None."""
+        ...
+
+    def writes(self, name: str) -> bool:
+        """Return whether `settled` needs the changes of this tensor. If workers share the tensors, one of them changes each."""
         ...
 
     def base(self, name: str) -> torch.Tensor | NDArray[Any]:
@@ -175,14 +180,15 @@ class LayoutUpdate:
             patch.exchange()
         with torch.no_grad():
             for scatter in self._scatters:
-                _write_new(scatter)
+                _write(scatter, scatter.new)
 
     def revert(self) -> None:
-        """Write the old values back, as far as new ones were written."""
+        """Write the old values back, also if only some of the new ones were written."""
         self.is_applied = False
         with torch.no_grad():
             for scatter in reversed(self._scatters):
-                _write_old(scatter)
+                assert scatter.old is not None
+                _write(scatter, scatter.old)
         for patch in reversed(self._patches[: self._swapped]):
             self._swapped -= 1
             patch.exchange()
@@ -195,11 +201,10 @@ class LayoutUpdate:
         Parameters
         ----------
         new
-            Whether they should have their new values. Elements that were never written are not compared with their old ones.
+            Whether they should have their new values.
         """
         with torch.no_grad():
-            expected = [(scatter, scatter.new if new else scatter.old) for scatter in self._scatters]
-            verdicts = [(_read(scatter) == values).all() for scatter, values in expected if values is not None]
+            verdicts = [(_read(scatter) == (scatter.new if new else scatter.old)).all() for scatter in self._scatters]
         if verdicts and not bool(torch.stack(verdicts).all()):
             raise ResultMismatch("some written elements have wrong values.")
 
@@ -291,19 +296,21 @@ class LayoutUpdate:
         if temporary is not None:
             flat = temporary.reshape(-1).view(values.dtype)
             flat[indices] = values
-        if layout.kind in ("module", "absent", "partial"):
-            self.kept.setdefault(name, []).append(TensorPatch(indices, values.view(torch_dtype(layout.spec.dtype)), layout.spec.shape))
+        if layout.kind in ("module", "absent", "partial") and self._source is not None and self._source.writes(name):
+            at, new = _narrow(indices, math.prod(layout.spec.shape)).cpu(), values.cpu().view(torch_dtype(layout.spec.dtype))
+            self.kept.setdefault(name, []).append(TensorPatch(at, new, layout.spec.shape))
         if name in self._listed:
             self._tied_changes.setdefault(name, []).append(changes)
         if name in self._tied:
             return
         if layout.direct is not None and len(layout.placements) <= 1:
             memory = layout.direct.detach().reshape(-1).view(values.dtype)
-            scatters = [Scatter(memory, indices.to(torch.int32) if memory.numel() < 2**31 else indices, values)]
+            scatters = [Scatter(memory, _narrow(indices, memory.numel()), values)]
         else:
             scatters = self._layout.locate(name, indices, values)
         for scatter in scatters:
             if len(scatter.indices):
+                scatter.old = _read(scatter)  # not in the swap, because generation waits for that
                 self._scatters.append(scatter)
                 self.nbytes += scatter.indices.nbytes + 2 * scatter.new.nbytes
 
@@ -380,12 +387,6 @@ def _write(scatter: Scatter, values: torch.Tensor) -> None:
     scatter.memory[scatter.indices] = values
 
 
-def _write_new(scatter: Scatter) -> None:
-    if scatter.old is None:
-        scatter.old = _read(scatter)
-    _write(scatter, scatter.new)
-
-
-def _write_old(scatter: Scatter) -> None:
-    if scatter.old is not None:
-        _write(scatter, scatter.old)
+def _narrow(indices: torch.Tensor, count: int) -> torch.Tensor:
+    """Return indices below `count` in the narrowest type."""
+    return indices.to(torch.int32) if count < 2**31 else indices
