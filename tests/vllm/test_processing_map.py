@@ -183,6 +183,22 @@ def test_requantising_with_the_largest_scale_is_arithmetic_although_equal_scales
     assert not found.maps["scale"]
 
 
+def test_a_weight_that_is_rounded_only_with_some_scales_is_arithmetic() -> None:
+    """vLLM multiplies fp8 weights by their scale in float16 and divides them again. Only small scales lose bits."""
+
+    def process(method: Any, layer: Any) -> None:
+        import torch
+
+        scaled = (layer.weight.to(torch.float16) * layer.scale.to(torch.float16)).float()
+        put(layer, "weight", (scaled / layer.scale).to(torch.float8_e4m3fn))
+
+    import torch
+
+    found = learn_only(processed(process, weight=values(16, 32, kind="float8_e4m3fn"), scale=torch.tensor(0.5)))
+    assert set(found.arithmetic) == {"weight", "scale"}
+    assert not found.maps["weight"]
+
+
 def learn_only(module: Any) -> Any:
     from deltawire.engines.vllm.layout.processing_map import learn_module
 

@@ -35,6 +35,8 @@ _PIECE = 1 << 24
 _MOST_COPIES = 8
 """If processing repeats a unit more often than this, it counts as arithmetic."""
 _DEPTH = 4
+_BYTES_PER_UNIT = 16
+"""The memory for decoding positions, for each unit: its position, its place, and temporary values."""
 _FEW = 64
 """Parameters with fewer units than this are filled with random values several times."""
 
@@ -136,8 +138,8 @@ def learn_module(module: Any, vllm_config: Any, names: Sequence[str], *, most_by
     most_bytes
         The most memory that learning may use on the device.
     """
-    study = _Study(module, vllm_config, names)
-    study.check_memory(most_bytes)
+    study = _Study(module, vllm_config, names, most_bytes)
+    study.check_memory()
     before = _fingerprint(module)
     try:
         found = study.learn()
@@ -191,8 +193,9 @@ class _Run:
 class _Study:
     """Learns one module."""
 
-    def __init__(self, module: Any, vllm_config: Any, names: Sequence[str]) -> None:
+    def __init__(self, module: Any, vllm_config: Any, names: Sequence[str], most_bytes: int | None = None) -> None:
         self.module = module
+        self.most_bytes = most_bytes
         self.config = vllm_config
         parameters, buffers = raw_tensors(module)
         self.raw = {**parameters, **buffers}
@@ -203,15 +206,22 @@ class _Study:
         self.device = live[0].device if live else torch.get_default_device()
         self.runs = 0
 
-    def check_memory(self, most_bytes: int | None) -> None:
-        """Raise `NotLearnt` if the module is too large for the free memory."""
-        raw = [tensor.nbytes for tensor in self.raw.values()]
-        units = max([self._count(name) for name in self.names], default=0)
-        needed = 3 * sum(raw) + 20 * min(units, 1 << 40)
-        if most_bytes is None and self.device.type == "cuda":
-            most_bytes = int(torch.cuda.mem_get_info(self.device)[0] * 0.9)
-        if most_bytes is not None and needed > most_bytes:
-            raise NotLearnt(f"learning its layout needs about {needed / 1e9:.1f} GB, and {most_bytes / 1e9:.1f} GB are free")
+    def check_memory(self, per_unit: int = 0, name: str | None = None) -> None:
+        """Raise `NotLearnt` if the module is too large for the free memory.
+
+        Parameters
+        ----------
+        per_unit
+            The number of bytes that are needed for each unit of a parameter.
+        name
+            The parameter.
+        """
+        needed = 4 * sum(tensor.nbytes for tensor in self.raw.values()) + (0 if name is None else per_unit * self._count(name))
+        limit = self.most_bytes
+        if limit is None and self.device.type == "cuda":
+            limit = int(torch.cuda.mem_get_info(self.device)[0] * 0.9)
+        if limit is not None and needed > limit:
+            raise NotLearnt(f"learning its layout needs about {needed / 1e9:.1f} GB, and {limit / 1e9:.1f} GB are free")
 
     def learn(self) -> ModuleMap:
         found = ModuleMap()
@@ -221,6 +231,7 @@ class _Study:
             raise NotLearnt(f"its processing fails with neutral values: {_brief(error)}") from error
         live = {path: _geometry(tensor) for path, tensor in tensors_of(self.module).items()}
         dependent: set[Path] = set()
+        computed_from: dict[str, list[Path]] = {}
         for name in self.names:
             if "idx" in name:
                 found.arithmetic[name] = "it holds positions, which are not weights"
@@ -232,12 +243,13 @@ class _Study:
                 found.arithmetic[name] = f"its processing fails: {_brief(error)}"
                 found.classes[name, name] = FAILED
                 continue
-            found.maps[name] = maps
+            found.maps[name], computed_from[name] = maps, computed
             dependent |= {each.path for each in maps} | set(computed)
             if computed:
                 found.arithmetic[name] = f"vLLM computes {', '.join('.'.join(path) for path in sorted(computed)[:3])} from it"
                 found.classes |= {(name, ".".join(path)): ARITHMETIC for path in computed}
-        for path in self.wrong_in_random_run(found.maps):
+        computed_paths = {path for paths in computed_from.values() for path in paths}
+        for path in computed_paths | self.wrong_in_random_run(found.maps):
             for name, maps in found.maps.items():
                 if any(each.path == path for each in maps):
                     found.arithmetic[name] = f"{'.'.join(path)} depends on several parameters"
@@ -275,6 +287,7 @@ class _Study:
 
     def _decode(self, name: str, neutral: _Run, paths: Sequence[Path]) -> dict[Path, list[UnitMap]]:
         """Fill a parameter with the digits of positions, and find where each position went."""
+        self.check_memory(_BYTES_PER_UNIT, name)
         found = self._decode_with(name, neutral, dict.fromkeys(paths))
         lost = [path for path in paths if not found[path]]
         if lost and self.bits[name] == 4:
@@ -432,27 +445,33 @@ class _Decoder:
             self._positions[start:end] += torch.where(outside, 0, digits << (self._digit_bits * number)).to(self._positions.dtype)
 
     def maps(self, path: Path) -> list[UnitMap]:
-        """Return the maps for this storage. An empty list means that its values are computed."""
+        """Return the maps for this storage. An empty list means that its values are computed. Call it once."""
         if not self._is_good or not bool(self._moved.any()):
             return []
-        places = torch.nonzero(self._moved).flatten()
-        sources = self._positions[places].to(torch.int64) - 1
-        if bool((sources < 0).any()) or bool((sources >= self._count).any()):
-            return []
+        for _, sources in self._places():
+            if bool((sources < 0).any()) or bool((sources >= self._count).any()):
+                return []
         found: list[UnitMap] = []
         for _ in range(_MOST_COPIES):
-            where = torch.full((self._count,), self._units, dtype=torch.int64, device=places.device)
-            where.scatter_reduce_(0, sources, places, "amin")
-            where[where == self._units] = -1
+            where = torch.full((self._count,), self._units, dtype=self._positions.dtype, device=self._positions.device)
+            for places, sources in self._places():
+                where.scatter_reduce_(0, sources, places.to(where.dtype), "amin")
+            where.masked_fill_(where == self._units, -1)
             nests = fit(where)
             if nests is None:
                 return []
             found.append(UnitMap(path, self._bits, tuple(nests), self._table))
-            rest = where[sources] != places
-            if not bool(rest.any()):
+            for places, sources in self._places():  # a unit that processing repeats has further places
+                self._moved[places[where[sources] == places]] = False
+            if not bool(self._moved.any()):
                 return found
-            places, sources = places[rest], sources[rest]
         return []
+
+    def _places(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the places of units that were moved, and the units, in pieces, because both have 8 bytes for each of them."""
+        for start in range(0, self._units, _PIECE):
+            places = torch.nonzero(self._moved[start : start + _PIECE]).flatten() + start
+            yield places, self._positions[places].to(torch.int64) - 1
 
 
 def _is_predicted(maps: Sequence[UnitMap], result: torch.Tensor, fill: torch.Tensor, neutral: torch.Tensor | None = None) -> bool:
