@@ -1,0 +1,115 @@
+"""A spool whose readers fetch what they need themselves, for engines without a process beside them that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..chain.fetch import Fetcher
+from ..chain.reader_options import ReaderOptions
+from ..chain.restore import Hop
+from ..chain.routes import Routes
+from ..chain.walk_route import taking, walk_route
+from ..errors import VersionGone, VersionUnknown
+from ..events import OnEvent
+from ..format.records.record_parts import CommitRef
+from ..format.records.version_records import Commit
+from ..store import Store, open_store
+from .chain_view import ChainView
+from .delta_spool import DeltaSpool, SpooledHop
+from .sync_context import SyncContext
+
+_KEPT_HOPS = 2
+"""Hops that stay in the spool: the one that was taken last, and the one before, which another engine of this host may still need."""
+
+
+class FetchingSpool(DeltaSpool):
+    """A spool and the chain that it is filled from.
+
+    All workers of a host may ask for the same hop at the same time: the first one fetches it.
+
+    Parameters
+    ----------
+    folder
+        The directory.
+    url
+        The location of the chain, or an open store.
+    options
+        Which chain to accept, and how to read it.
+    most_bytes
+        Most bytes of delta files.
+    on_event
+        Called with each event.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        url: str | Path | Store,
+        *,
+        options: ReaderOptions | None = None,
+        most_bytes: int | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        super().__init__(folder, most_bytes=most_bytes)
+        self._options = options or ReaderOptions()
+        self._owns_store = not isinstance(url, Store)
+        self._store = open_store(url, options=self._options.store, on_event=on_event)
+        self._chain = ChainView(self._options.open_log(self._store))
+        self._on_event = on_event
+
+    def hop(self, base: CommitRef, seq: int) -> SpooledHop | None:
+        """Return the hop from a commit to commit `seq`, and fetch it if it is not there. None if no single hop leads there.
+
+        Raises the errors of `DeltaSpool.put`, and `VersionUnknown` if commit `seq` makes no version of the chain.
+        """
+        found = super().hop(base, seq)
+        if found is not None:
+            return found
+        target = self._version(seq)
+        context = self._context()
+
+        def take(hops: Sequence[Hop]) -> SpooledHop | None:
+            if len(hops) != 1 or hops[0].base is None:
+                return None
+            with taking(hops[0]):
+                put = self.put(hops[0], context)
+            self.keep_only(_KEPT_HOPS)
+            return put
+
+        return walk_route(context.routes, lambda: context.routes.find(base, target), take)
+
+    def checkpoint(self, seq: int) -> tuple[Hop, SyncContext]:
+        """Return the full checkpoint of a version, and a sync that can fetch its shards (`shard`).
+
+        Raises `VersionGone` if the version has none: a route from an older checkpoint leads there.
+
+        Parameters
+        ----------
+        seq
+            The number of the version's commit.
+        """
+        target = self._version(seq)
+        context = self._context()
+        hop = context.routes.find(None, target)[0]
+        if hop.target.seq != seq:
+            raise VersionGone(f"{target.describe()} has no full checkpoint.", hint=f"Load {hop.target.describe()} first, which has one.")
+        return hop, context
+
+    def _version(self, seq: int) -> Commit:
+        target = self._chain.version_at(self._chain.head(), seq)
+        if target.seq != seq:
+            raise VersionUnknown(f"commit {seq} in {self._store.url} is a fence, which makes no version.")
+        return target
+
+    def _context(self) -> SyncContext:
+        """Return a new sync."""
+        log, patience = self._chain.log, self._options.patience
+        fetcher = Fetcher(log.store, limits=log.limits, patience=patience, on_event=self._on_event)
+        routes = Routes(log, fetcher=fetcher, on_event=self._on_event)
+        return SyncContext(log, routes, patience=patience, on_event=self._on_event)
+
+    def close(self) -> None:
+        """Release the store. The files stay."""
+        if self._owns_store:
+            self._store.close()
