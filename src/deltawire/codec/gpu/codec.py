@@ -106,6 +106,9 @@ class GpuCodec:
 _MASTERS = 16
 """Added to the size of an element to tell master weights from others."""
 
+_MAKES_SCALES, _MAKES_BASE = 1, 2
+"""See `Quantised` in common.cuh."""
+
 _INTEGERS = {dtype.itemsize: dtype.code for dtype in DTYPES if dtype.name in ("U8", "U16", "U32", "U64")}
 
 
@@ -205,7 +208,7 @@ def _describe_quantised(
         for name, tensor in bits.scales._asdict().items():
             row[name] = 0 if tensor is None else tensor.data_ptr()
         row["kind"], row["source"], row["group"] = bits.facts
-        row["makes_scales"], row["is_base"] = bits.makes_scales, number in quantised_bases
+        row["flags"] = bits.makes_scales * _MAKES_SCALES + (number in quantised_bases) * _MAKES_BASE
         row["columns"], row["width"] = bits.tensor.shape[-1], -(-bits.tensor.shape[-1] // 128)
     memory = devices.gpu_at(device).upload(rows)
     addresses = np.zeros(len(news), np.uint64)

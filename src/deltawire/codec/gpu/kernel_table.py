@@ -26,7 +26,7 @@ TENSOR = np.dtype(
 QUANTISED = np.dtype(
     [
         *((name, "u8") for name in ("scales", "global_scale", "previous", "changed", "fresh")),
-        *((name, "u4") for name in ("kind", "group", "columns", "source", "width", "makes_scales", "is_base", "unused")),
+        *((name, "u4") for name in ("kind", "group", "columns", "source", "width", "flags")),
     ]
 )
 RUN = np.dtype(

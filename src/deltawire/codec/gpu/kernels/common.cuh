@@ -54,6 +54,9 @@ __device__ __forceinline__ T element_of(const u8* array, u64 i) {
 #endif
 }
 
+// Says that elements are the scales, not the codes, and that they are those of the base; then the new elements are in `Tensor::base`.
+constexpr u32 MAKES_SCALES = 1, MAKES_BASE = 2;
+
 // Says how the weights of a tensor are quantised. See numbers.cuh.
 struct Quantised {
     const u8* scales;         // null: they are not written
@@ -65,9 +68,7 @@ struct Quantised {
     u32 kind, group, columns;
     u32 source;               // the type of the weights
     u32 width;                // blocks in a row of blocks
-    u32 makes_scales;         // whether the elements are the scales, not the codes
-    u32 is_base;              // whether they are the elements of the base; then the new elements are in `Tensor::base`
-    u32 unused;
+    u32 flags;                // what the elements are: see above
 };
 
 // A tensor. Its tiles, and its elements, are numbered over all tensors of a call.

@@ -22,6 +22,7 @@ struct Masters {};
 struct UnitScales {};
 __device__ __forceinline__ Masters masters_of(const Tensor*, u64) { return {}; }
 __device__ __forceinline__ UnitScales load_scales(const Masters&, u64, u32, u32) { return {}; }
+__device__ __forceinline__ bool makes_base(const Masters&) { return false; }
 // Rounds a unit of master weights into a stage. A lane rounds the elements that it fetched itself.
 __device__ __forceinline__ void make_elements(u8* stage, const u8*, const u8* masters, const Masters&, const UnitScales&, u64, u32, u32 lane) {
 #pragma unroll
@@ -42,7 +43,7 @@ __device__ __forceinline__ u8 element_byte(const Tensor& x, u64 offset, u32 i) {
 #elif WIDTH <= 8
 __device__ __forceinline__ u32 master_bytes(const Tensor& x) {
     if (!x.quantised) return 0;
-    return WIDTH == 8 && x.quantised->makes_scales ? 1 : x.quantised->source == quantised::F32 ? 4 : 2;
+    return WIDTH == 8 && (x.quantised->flags & MAKES_SCALES) ? 1 : x.quantised->source == quantised::F32 ? 4 : 2;
 }
 
 // Where an element is in its weight.
@@ -131,7 +132,7 @@ __device__ __forceinline__ UnitScales load_scales(const Masters& m, u64 first, u
     const Quantised& q = m.how;
     UnitScales out = {};
 #if WIDTH == 8
-    if (q.columns % 128 || q.makes_scales) return out;
+    if (q.columns % 128 || q.flags & MAKES_SCALES) return out;
     out.span = 128;
     const u32 at = min(lane % 8 * 128, (count - 1) / 128 * 128);
     if (q.kind == FP8_TENSOR) {
@@ -290,7 +291,7 @@ __device__ __forceinline__ void quantise_unit(u8* stage, const u8* masters, cons
 __device__ __forceinline__ void make_elements(u8* stage, const u8* base, const u8* masters, const Masters& m, const UnitScales& scales, u64 first, u32 count,
                                               u32 lane) {
 #if WIDTH == 8
-    if (m.how.makes_scales) {
+    if (m.how.flags & MAKES_SCALES) {
         if (m.how.source == quantised::F32) make_scales<quantised::F32>(stage, base, m, first, count, lane);
         else if (m.how.source == quantised::BF16) make_scales<quantised::BF16>(stage, base, m, first, count, lane);
         else make_scales<quantised::F16>(stage, base, m, first, count, lane);
@@ -305,7 +306,7 @@ __device__ __forceinline__ void make_elements(u8* stage, const u8* base, const u
 __device__ __forceinline__ u32 element_word(const Tensor& x, u64 offset, u32 i) {
     const Quantised& q = *x.quantised;
     constexpr u32 EACH = 32 / WIDTH;  // codes in a word
-    if (WIDTH == 8 && q.makes_scales) {
+    if (WIDTH == 8 && (q.flags & MAKES_SCALES)) {
         u32 word = 0;
         for (u32 k = 0; k < 4; ++k) {
             const u64 group = offset + 4 * i + k;
@@ -329,7 +330,8 @@ __device__ __forceinline__ u32 element_word(const Tensor& x, u64 offset, u32 i) 
     return element == first ? codes.x : codes.y;
 }
 __device__ __forceinline__ u8 element_byte(const Tensor& x, u64 offset, u32 i) { return (u8)(element_word(x, offset, i / 4) >> (8 * (i % 4))); }
-__device__ __forceinline__ bool makes_base(const Tensor& x) { return x.quantised && x.quantised->is_base; }
+__device__ __forceinline__ bool makes_base(const Tensor& x) { return x.quantised && (x.quantised->flags & MAKES_BASE); }
+__device__ __forceinline__ bool makes_base(const Masters& m) { return m.how.flags & MAKES_BASE; }
 // Returns one element that weights are quantised to.
 __device__ __noinline__ T made_element(const Tensor& x, u64 element) {
     const u32 bits = WIDTH * (u32)(element % 8);
@@ -341,6 +343,7 @@ struct Masters {};
 struct UnitScales {};
 __device__ __forceinline__ Masters masters_of(const Tensor*, u64) { return {}; }
 __device__ __forceinline__ UnitScales load_scales(const Masters&, u64, u32, u32) { return {}; }
+__device__ __forceinline__ bool makes_base(const Masters&) { return false; }
 __device__ __forceinline__ void make_elements(u8*, const u8*, const u8*, const Masters&, const UnitScales&, u64, u32, u32) {}
 __device__ __forceinline__ u32 element_word(const Tensor&, u64, u32) { return 0; }
 __device__ __forceinline__ u8 element_byte(const Tensor&, u64, u32) { return 0; }

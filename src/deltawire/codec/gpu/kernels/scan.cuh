@@ -104,7 +104,6 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
         const u32 n = elements_in(x, tile), units = (n + UNIT - 1) / UNIT;
         const u32 master = MASTERS ? master_bytes(x) : 0;  // bytes of a master weight; 0 if `next` are elements, 1 if elements are scales
         const u32 master_unit = master == 2 ? 2 * UNIT : 0;  // bytes from one unit of masters to the next one
-        const bool swapped = MASTERS && makes_base(x);       // whether masters become the elements of the base
         const u8* const base = x.base ? x.base + bytes_of(offset) : nullptr;
         const u8* const next = master ? x.next + master * offset : COMPARE ? x.next + bytes_of(offset) : base;
         const auto fetch = [&](u32 u) {
@@ -149,6 +148,7 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
                 }
             __syncwarp();
             const u8* const fetched = space.stages[u & 1][0];
+            const bool swapped = MASTERS && makes_base(masters);  // whether masters became the elements of the base
             const u8* const stage = swapped ? made : fetched;
             const u8* const next_stage = swapped ? fetched : made;
             const uint4* const multipliers = space.multipliers + u % (32 / DIGEST_BLOCKS) * DIGEST_BLOCKS;
