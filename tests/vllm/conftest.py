@@ -11,9 +11,11 @@ import pytest
 from live_server import LiveServer, LiveSidecar, server_environment
 from server_nursery import ServerNursery
 from servers import seaweedfs
-from tiny_checkpoints import State, TinyModel, train
+from tiny_checkpoints import State, TinyModel, train, train_visibly
 
+import deltawire
 from deltawire import Publisher, Version
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.engines.vllm import routes
 
 __all__ = ["seaweedfs"]
@@ -41,9 +43,9 @@ def _patience() -> Iterator[None]:
 
 
 class Run:
-    """A model in training: its weights, and the chain that they are published to."""
+    """A model in training: its weights, and the chain that they are published to. `recipe` quantises them."""
 
-    def __init__(self, folder: Path, model: TinyModel) -> None:
+    def __init__(self, folder: Path, model: TinyModel, recipe: str | None = None) -> None:
         self.folder = folder
         self.model = model
         self.state: State = model.state()
@@ -51,28 +53,33 @@ class Run:
         self.store = str(folder / "store")
         self.mirror = folder / "mirror"
         attachments = {path.name: path for path in self.checkpoint.iterdir() if path.suffix == ".json"}
-        self.publisher = Publisher(self.store, attachments=attachments)
+        self.publisher = Publisher(self.store, quantise=recipe, attachments=attachments)
+        self._recipe = recipe
         self._rng = np.random.default_rng(7)
 
     def publish(self, *, changed: bool = True) -> Version:
         if changed:
-            train(self.state, self._rng)
+            train(self.state, self._rng) if self._recipe is None else train_visibly(self.state, self._rng)
         version = self.publisher.publish(self.state)
         assert isinstance(version, Version)
         return version
 
     def saved(self) -> Path:
-        """Write the newest version as a checkpoint, independently of chain and mirror."""
+        """Write the newest version as a checkpoint, independently of chain and mirror unless it is quantised."""
         assert self.publisher.version is not None
+        if self._recipe is not None:
+            folder = self.folder / f"saved-{self.publisher.version.seq}"
+            deltawire.pull(self.store, folder, options=ReaderOptions(pin=False))
+            return folder
         return self.model.save(self.folder / f"saved-{self.publisher.version.seq}", self.state)
 
 
 @pytest.fixture
-def start_run(tmp_path: Path) -> Iterator[Callable[[TinyModel], Run]]:
+def start_run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start(model: TinyModel) -> Run:
-        runs.append(Run(tmp_path, model))
+    def start(model: TinyModel, recipe: str | None = None) -> Run:
+        runs.append(Run(tmp_path, model, recipe))
         return runs[-1]
 
     yield start

@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from live_server import LiveServer
-from tiny_checkpoints import State, TinyModel
+from tiny_checkpoints import TinyModel, train_visibly
 
 import deltawire
 from deltawire import Publisher
@@ -25,11 +24,6 @@ from deltawire.publish.writer_options import WriterOptions
 pytestmark = pytest.mark.slow
 
 MODEL = TinyModel("quantised", scale=4, layers=1)
-
-
-def train(state: State, rng: np.random.Generator) -> None:
-    for name, tensor in state.items():
-        state[name] = (tensor + 0.01 * rng.standard_normal(tensor.shape)).astype(ml_dtypes.bfloat16)
 
 
 def logprobs(server: LiveServer) -> Any:
@@ -65,7 +59,7 @@ def test_after_twenty_updates_and_a_restart_of_the_trainer_a_server_computes_wha
         with Publisher(store, quantise=recipe, attachments=attachments, options=WriterOptions(segment_bytes=1 << 16)) as publisher:
             for _ in range(count):
                 seqs.append(publisher.publish(state).seq)
-                train(state, rng)
+                train_visibly(state, rng)
     deltawire.pull(store, tmp_path / "last", options=ReaderOptions(pin=False))
     server = serve(tmp_path / "last").wait()
     fresh = logprobs(server), server.routes.checksums()

@@ -10,27 +10,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from emulated_kernels import nvfp4_on_cpu, requantise_on_cpu
 from loaded_models import LoadedModel, import_vllm, load_model, publish, read_checkpoint
 from model_memory import addresses, difference, memory
-from tiny_checkpoints import State, TinyMla, TinyModel
+from tiny_checkpoints import FP8_PER_TENSOR, State, TinyMla, TinyModel, fp8_per_tensor
 
 from deltawire.errors import EngineQuarantined, EngineRefused
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def _requantising(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let vLLM quantise with a given scale on a CPU, as its kernels for GPUs do."""
-    import_vllm()
-    import torch
-    from vllm import _custom_ops
-
-    def scaled_fp8_quant(weights: Any, scale: Any) -> tuple[Any, Any]:
-        most = torch.finfo(torch.float8_e4m3fn).max
-        return (weights.float() / scale).clamp(-most, most).to(torch.float8_e4m3fn), scale
-
-    monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", scaled_fp8_quant)
 
 
 @pytest.fixture
@@ -63,29 +50,6 @@ def two_versions(model: TinyModel) -> list[State]:
     return [first, second]
 
 
-def fp8_per_tensor(folder: Path, model: TinyModel, state: State) -> Path:
-    """Write a checkpoint in fp8 with one scale for each weight. deltawire's own recipe gives fused weights a common scale."""
-    import json
-
-    import torch
-    from safetensors.torch import save_file
-
-    checkpoint = model.save(folder, state)
-    tensors = {}
-    for name, tensor in read_checkpoint(checkpoint).items():
-        if not name.endswith("_proj.weight"):
-            tensors[name] = tensor
-            continue
-        scale = tensor.float().abs().max() / 448
-        tensors[name] = (tensor.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale"] = scale
-    save_file(tensors, checkpoint / "model.safetensors", metadata={"format": "pt"})
-    settings = json.loads((checkpoint / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
-    (checkpoint / "config.json").write_text(json.dumps(settings))
-    return checkpoint
-
-
 def modules_with(loaded: LoadedModel, recorded: dict[int, dict[str, Any]]) -> dict[str, Any]:
     return {name: module for name, module in loaded.model.named_modules() if id(module) in recorded}
 
@@ -107,12 +71,15 @@ def check_reprocessing(live: LoadedModel, fresh: LoadedModel, raw: dict[int, dic
     assert addresses(live.model) == places
 
 
-@pytest.mark.usefixtures("_requantising")
-def test_fused_fp8_weights_with_one_scale_are_requantised_as_in_a_fresh_load(tmp_path: Path, raw: dict[int, dict[str, Any]]) -> None:
+def test_fused_fp8_weights_with_one_scale_are_requantised_as_in_a_fresh_load(
+    tmp_path: Path, raw: dict[int, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
+    requantise_on_cpu(monkeypatch)
     model = TinyModel("tensor", scale=4, layers=1)
-    live, fresh = (load_model(fp8_per_tensor(tmp_path / str(n), model, state)) for n, state in enumerate(two_versions(model)))
+    states = [fp8_per_tensor(state) for state in two_versions(model)]
+    live, fresh = (load_model(model.save(tmp_path / str(number), state, FP8_PER_TENSOR)) for number, state in enumerate(states))
     fused = raw[id(fresh.model.model.layers[0].self_attn.qkv_proj)]
     assert fused["weight_scale"].unique().numel() == 3
     assert not torch.equal(fused["weight"].T.float(), fresh.model.model.layers[0].self_attn.qkv_proj.weight.float())
@@ -122,8 +89,8 @@ def test_fused_fp8_weights_with_one_scale_are_requantised_as_in_a_fresh_load(tmp
     assert "lm_head.weight" in differing  # it was not processed, so it is still that of the first version
 
 
-@pytest.mark.usefixtures("_requantising")
-def test_a_learnt_layout_says_what_is_reprocessed_and_gives_its_raw_tensors(tmp_path: Path) -> None:
+def test_a_learnt_layout_says_what_is_reprocessed_and_gives_its_raw_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requantise_on_cpu(monkeypatch)
     from deltawire.engines.vllm.layout.model_layout import learn_layout
     from deltawire.engines.vllm.module_shell import tensors_of
     from deltawire.engines.vllm.recompute import reprocess
@@ -131,7 +98,8 @@ def test_a_learnt_layout_says_what_is_reprocessed_and_gives_its_raw_tensors(tmp_
     from deltawire.tensors.torch_types import dtype_of
 
     model = TinyModel("tensor", scale=4, layers=1)
-    checkpoints = [fp8_per_tensor(tmp_path / str(number), model, state) for number, state in enumerate(two_versions(model))]
+    states = [fp8_per_tensor(state) for state in two_versions(model)]
+    checkpoints = [model.save(tmp_path / str(number), state, FP8_PER_TENSOR) for number, state in enumerate(states)]
     live, fresh = (load_model(checkpoint) for checkpoint in checkpoints)
     new = read_checkpoint(checkpoints[1])
     table = {name: TensorSpec(dtype_of(tensor), tuple(tensor.shape)) for name, tensor in sorted(new.items())}
@@ -239,11 +207,8 @@ def test_the_global_scales_of_nvfp4_are_computed_without_its_weights(
     tmp_path: Path, raw: dict[int, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
-    from vllm.model_executor.kernels.linear.nvfp4 import emulation
-    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4 as scheme
 
-    config = type("Config", (), {})()
-    monkeypatch.setattr(scheme, "init_nvfp4_linear_kernel", lambda **_: emulation.EmulationNvFp4LinearKernel(config))
+    nvfp4_on_cpu(monkeypatch)
     model = TinyModel("nvfp4", scale=4, layers=1)
     _, (first, second) = publish(tmp_path, model, two_versions(model), "nvfp4")
     live, fresh = load_model(first), load_model(second)

@@ -90,10 +90,11 @@ class TinyModel:
                 shapes[f"{prefix}mlp.gate.weight"] = (self.experts, hidden)
         return _random(shapes, seed, 0.3 / self.scale)
 
-    def save(self, folder: Path, state: State) -> Path:
+    def save(self, folder: Path, state: State, quantization_config: dict[str, Any] | None = None) -> Path:
         folder.mkdir(parents=True)
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(self.config()))
+        more = {} if quantization_config is None else {"quantization_config": quantization_config}
+        (folder / "config.json").write_text(json.dumps({**self.config(), **more}))
         _save_tokenizer(folder)
         return folder
 
@@ -198,6 +199,29 @@ def train(state: State, rng: np.random.Generator, density: float = 0.02) -> None
         bits = tensor.reshape(-1).view(np.uint16)
         where = rng.choice(bits.size, max(1, int(bits.size * density)), replace=False)
         bits[where] ^= rng.integers(1, 64, where.size).astype(np.uint16)
+
+
+def train_visibly(state: State, rng: np.random.Generator) -> None:
+    """Change all weights by enough that their quantised values and scales change."""
+    for name, tensor in state.items():
+        state[name] = (tensor + 0.01 * rng.standard_normal(tensor.shape)).astype(ml_dtypes.bfloat16)
+
+
+def fp8_per_tensor(state: State) -> State:
+    """Quantise the weights of linear layers to fp8, with one scale each. deltawire's own recipe gives fused weights a common scale."""
+    found: State = {}
+    for name, tensor in state.items():
+        if not name.endswith("_proj.weight"):
+            found[name] = tensor
+            continue
+        scale = np.abs(tensor.astype(np.float32)).max() / np.float32(448)
+        found[name] = np.clip(tensor.astype(np.float32) / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        found[f"{name}_scale"] = np.array(scale, np.float32)
+    return found
+
+
+FP8_PER_TENSOR = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
+"""The `quantization_config` of such a checkpoint."""
 
 
 def _save_tokenizer(folder: Path) -> None:

@@ -34,7 +34,7 @@ the server stays paused until a client resumes it. Quarantined workers accept on
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,13 +53,13 @@ from ...subscribe.tensor_table import TensorSpec, TensorTable
 from . import OLDEST_VLLM, loading
 from .element_map import ElementMap, MappedChanges
 from .kept_bases import KeptBases
-from .layout.types import ModuleRule
+from .layout.types import ModuleRule, Scatter
 from .layout_update import Layout
 from .live_updates import LiveUpdates
 from .live_weights import Confirm, LiveWeights
 from .ranks import failed_ranks, raises_for_all
 from .read_back import read_back
-from .recompute import recompute
+from .recompute import process_again, recompute
 from .staging import Change, HeldVersion, StagedUpdate, Stager
 from .update_types import Outcome
 
@@ -343,6 +343,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
                 self._learn_model_layout,
                 source=self._bases,
                 recompute=self._recompute,
+                reprocess=self._reprocess,
                 confirm=_confirm(info),
                 threads=threads,
             )
@@ -370,6 +371,11 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
 
     def _recompute(self, rules: Sequence[ModuleRule]) -> None:
         recompute(self.model, self.model_config, rules)
+
+    def _reprocess(self, rule: ModuleRule, read: Callable[[str], torch.Tensor]) -> list[Scatter]:
+        assert self._weights is not None
+        assert self._weights.layout is not None
+        return process_again(self.model, self.vllm_config, self._weights.layout, rule, read)
 
     def _is_live(self, seq: int) -> bool:
         """Return whether this worker decodes an update against live memory. If only the mirror has the version, it does not."""

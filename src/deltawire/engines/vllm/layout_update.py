@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,6 +59,8 @@ class Layout(Protocol):
     def gather(self, name: str, *, owned_only: bool = False) -> torch.Tensor: ...
 
     def locate(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> list[Scatter]: ...
+
+    def raw(self, module: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]: ...
 
 
 class BaseSource(Protocol):
@@ -119,6 +121,8 @@ class LayoutUpdate:
         """The tensors that change."""
         self.kept: dict[str, list[TensorPatch]] = {}
         """The changes of tensors that came from the source. A tensor may change in several files."""
+        self._input_changes: dict[str, list[Changes]] = {}
+        """The changes of tensors that modules are processed from again."""
         self.direct_change = Digest()
         """The difference that the update makes to the digest of all direct tensors."""
         self.mapped_change = Digest()
@@ -172,6 +176,38 @@ class LayoutUpdate:
             self._patches.append(self._direct)
             self._direct = None
 
+    def new_tensor(self, name: str) -> torch.Tensor:
+        """Return an input of a module that is processed again, as the update makes it, in checkpoint layout and in new memory.
+
+        Parameters
+        ----------
+        name
+            An input of a module whose rule is "reprocess".
+        """
+        layout = self._layout.tensors[name]
+        found = self._base(name).clone() if layout.direct is not None else self._base(name)
+        for indices, values in self._input_changes.get(name, []):
+            found.view(-1).view(values.dtype)[indices.to(found.device)] = values.to(found.device)
+        return found
+
+    def add_scatters(self, scatters: Sequence[Scatter]) -> None:
+        """Add elements to write that were computed from the changes. No element may be among the changes themselves.
+
+        Parameters
+        ----------
+        scatters
+            Where they are, and their new values.
+        """
+        for scatter in scatters:
+            if len(scatter.indices):
+                scatter.old = _read(scatter)  # not in the swap, because generation waits for that
+                self._scatters.append(scatter)
+                self.nbytes += scatter.indices.nbytes + 2 * scatter.new.nbytes
+
+    def forget_inputs(self) -> None:
+        """Free what only `new_tensor` needs."""
+        self._input_changes.clear()
+
     def apply(self) -> None:
         """Write the new values. After an error, `revert` restores the old ones."""
         self.is_applied = True
@@ -222,12 +258,18 @@ class LayoutUpdate:
     def _is_plain(self, name: str) -> bool:
         """Return whether a tensor is direct, and the codec writes it by itself."""
         layout = self._layout.tensors[name]
-        return layout.direct is not None and len(layout.placements) <= 1 and name not in self._listed
+        return layout.direct is not None and len(layout.placements) <= 1 and name not in self._sharing and name not in self._inputs
 
     @functools.cached_property
-    def _listed(self) -> frozenset[str]:
-        """Direct tensors whose changes must be known: names that share memory."""
+    def _sharing(self) -> frozenset[str]:
+        """Names that share memory. Their changes must be known, because they are compared."""
         return frozenset(self._tied) | frozenset(self._tied.values())
+
+    @functools.cached_property
+    def _inputs(self) -> frozenset[str]:
+        """Tensors that modules are processed from again. Their changes must be known."""
+        again = {name for name, rule in self._layout.modules.items() if rule.how == "reprocess"}
+        return frozenset(name for name, layout in self._layout.tensors.items() if again.intersection(layout.modules))
 
     def _add_direct(self, plan: Plan) -> None:
         codec = codec_for(plan.tensors)
@@ -299,7 +341,9 @@ class LayoutUpdate:
         if layout.kind in ("module", "absent", "partial") and self._source is not None and self._source.writes(name):
             at, new = _narrow(indices, math.prod(layout.spec.shape)).cpu(), values.cpu().view(torch_dtype(layout.spec.dtype))
             self.kept.setdefault(name, []).append(TensorPatch(at, new, layout.spec.shape))
-        if name in self._listed:
+        if name in self._inputs:
+            self._input_changes.setdefault(name, []).append(changes)
+        if name in self._sharing:
             self._tied_changes.setdefault(name, []).append(changes)
         if name in self._tied:
             return
@@ -308,11 +352,7 @@ class LayoutUpdate:
             scatters = [Scatter(memory, _narrow(indices, memory.numel()), values)]
         else:
             scatters = self._layout.locate(name, indices, values)
-        for scatter in scatters:
-            if len(scatter.indices):
-                scatter.old = _read(scatter)  # not in the swap, because generation waits for that
-                self._scatters.append(scatter)
-                self.nbytes += scatter.indices.nbytes + 2 * scatter.new.nbytes
+        self.add_scatters(scatters)
 
     def _note(self, plan: Plan) -> None:
         held = len(plan.tensors)

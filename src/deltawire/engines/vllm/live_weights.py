@@ -23,7 +23,7 @@ from ...format.records.version_records import Commit
 from ...subscribe.tensor_table import TensorSpec, TensorTable
 from ...tensors.gpu_handover import on_side_stream
 from ...tensors.state import state_digest
-from .layout.types import ModuleRule
+from .layout.types import ModuleRule, Scatter
 from .layout_update import BaseSource, Layout, LayoutUpdate, base_of
 from .ownership import Blocks, Owned, find_owned
 from .update_types import Agree, Digests, LiveVersion, Outcome, StagedUpdate, SwapOutcome
@@ -63,6 +63,9 @@ class LiveWeights:
         Has the tensors that the worker cannot read from its own memory. None if there is none.
     recompute
         Computes tensors of modules that depend on changed weights, in place. None if no module can be recomputed.
+    reprocess
+        Processes a module again that is computed from changed weights, without any effect on it. Gets the module's rule, and a function
+        that returns a new tensor of the chain. Returns what changes in the module's memory. None if no module can be processed again.
     confirm
         What is checked within a swap.
     threads
@@ -76,6 +79,7 @@ class LiveWeights:
         *,
         source: BaseSource | None = None,
         recompute: Callable[[Sequence[ModuleRule]], None] | None = None,
+        reprocess: Callable[[ModuleRule, Callable[[str], torch.Tensor]], Sequence[Scatter]] | None = None,
         confirm: Confirm = "auto",
         threads: int | None = None,
     ) -> None:
@@ -83,6 +87,7 @@ class LiveWeights:
         self._learn_layout = learn_layout
         self._source = source
         self._recompute = recompute
+        self._reprocess = reprocess
         self._confirm = confirm
         self._threads = threads
         self.version: LiveVersion | None = None
@@ -228,7 +233,7 @@ class LiveWeights:
         update.complete()
         if version.digest + difference != hop.target.digest:
             raise ResultMismatch(f"the files of {hop.target.describe()} do not lead to its digest {hop.target.digest}.")
-        self._rules(update)
+        self._process_again(update)
         return StagedUpdate(hop, update if hop.files else None, version.digest, version.digest + difference, update.nbytes)
 
     def swap(self, staged: StagedUpdate, agree: Agree) -> SwapOutcome:
@@ -307,20 +312,41 @@ class LiveWeights:
             self._run_rules(update)
 
     def _rules(self, update: LayoutUpdate) -> list[ModuleRule]:
-        """Return the rules of modules that depend on changed tensors. Raises `EngineRefused` if one of them cannot be recomputed."""
+        """Return the rules of modules that depend on changed tensors. Raises `EngineRefused` if one of them must be loaded anew."""
         assert self.layout is not None
         for name in sorted(update.touched):
-            if self.layout.tensors[name].kind == "module":
+            if self._is_lost(self.layout, name):
                 raise EngineRefused(f"tensor {name!r} must be loaded anew: {self.layout.tensors[name].reason}")
         names = {module for name in update.touched for module in self.layout.tensors[name].modules}
         rules = [self.layout.modules[name] for name in sorted(names)]
         for rule in rules:
-            if rule.how != "recompute" or self._recompute is None:
+            if not self._can_follow(rule):
                 raise EngineRefused(f"module {rule.name!r} must be loaded anew: {rule.reason}")
         return rules
 
+    def _can_follow(self, rule: ModuleRule) -> bool:
+        """Return whether a module can be brought up to date without being loaded anew."""
+        return (rule.how == "recompute" and self._recompute is not None) or (rule.how == "reprocess" and self._reprocess is not None)
+
+    def _is_lost(self, layout: Layout, name: str) -> bool:
+        """Return whether a tensor is not in memory in any form that an update can write, so that a change of it must be loaded anew."""
+        tensor = layout.tensors[name]
+        if tensor.kind != "module":
+            return False
+        return not tensor.modules or any(layout.modules[module].how != "reprocess" or self._reprocess is None for module in tensor.modules)
+
+    def _process_again(self, update: LayoutUpdate) -> None:
+        """Process modules again that are computed from changed tensors, and add what changes in their memory to the update."""
+        rules = [rule for rule in self._rules(update) if rule.how == "reprocess"]
+        if rules and self._reprocess is not None:
+            with on_side_stream(self._direct) as wait:
+                for rule in rules:
+                    update.add_scatters(self._reprocess(rule, update.new_tensor))
+                wait()
+        update.forget_inputs()
+
     def _run_rules(self, update: LayoutUpdate) -> None:
-        rules = self._rules(update)
+        rules = [rule for rule in self._rules(update) if rule.how == "recompute"]
         if rules and self._recompute is not None:
             self._recompute(rules)
 
@@ -357,7 +383,7 @@ class LiveWeights:
         """Let the source get hold of the tensors that cannot be read from memory. Returns why that is impossible, or None."""
         kinds = ("module", "partial", "absent")
         wanted = {name: each.spec for name, each in layout.tensors.items() if each.kind in kinds and 0 not in each.spec.shape}
-        lost = sum(_nbytes(each.spec) for each in layout.tensors.values() if each.kind == "module")
+        lost = sum(_nbytes(each.spec) for name, each in layout.tensors.items() if self._is_lost(layout, name))
         reason = None
         if lost * 100 > sum(_nbytes(each.spec) for each in layout.tensors.values()):
             reason = f"they are {lost:,} bytes"  # nearly every update would change one of them, and be refused

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from ...errors import EngineQuarantined, EngineRefused
-from .layout.types import ModuleRule
+from .layout.types import ModuleRule, Scatter, TensorLayout
 from .module_shell import make_shell, numbers_of, process, raw_of, tensors_of
 
 ARITHMETIC = "arithmetic"
@@ -35,6 +35,9 @@ _WITH_NUMBERS = {"BaseKVCacheMethod"}
 """Methods that keep results as numbers of Python, which a copy cannot bring into a live module."""
 _HIDDEN = {"dnnl_handler", "w13_precision_config", "w2_precision_config"}
 """Attributes that hold weights or scales in objects of other libraries."""
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def rule_for(module: Any, name: str, classes: Mapping[tuple[str, str], str], *, inputs: Sequence[str] = ()) -> ModuleRule:
@@ -169,6 +172,67 @@ def reprocess(module: Any, raw: Mapping[str, torch.Tensor], vllm_config: Any) ->
     changed = sorted(name for name, value in numbers_of(shell).items() if numbers.get(name) != value)
     if changed:
         raise EngineRefused(f"processing changes the number {changed[0]!r} of {type(module).__name__}, which an update cannot write.")
+    return found
+
+
+class RawLayout(Protocol):
+    """Knows what loaders copy to raw tensors. `layout.model_layout.ModelLayout` is one."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorLayout]: ...
+
+    def raw(self, module: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]: ...
+
+
+def process_again(model: Any, vllm_config: Any, layout: RawLayout, rule: ModuleRule, read: Callable[[str], torch.Tensor]) -> list[Scatter]:
+    """Process the new raw tensors of a module, and return what changes in its memory. Nothing is written. Raises as `reprocess` does.
+
+    Parameters
+    ----------
+    model
+        The model.
+    vllm_config
+        vLLM's configuration.
+    layout
+        The layout of the model.
+    rule
+        The rule of the module.
+    read
+        Returns a whole tensor of the new version, in checkpoint layout.
+    """
+    module = model.get_submodule(rule.name)
+    results = reprocess(module, layout.raw(rule.name, read), vllm_config)
+    placed = {placement.memory.untyped_storage().data_ptr() for each in layout.tensors.values() for placement in each.placements}
+    return changed_units(module, results, skipped=placed)
+
+
+def changed_units(module: Any, results: Mapping[str, torch.Tensor], *, skipped: Collection[int] = ()) -> list[Scatter]:
+    """Return what results of `reprocess` change in the memory of a module. Nothing is written.
+
+    Parameters
+    ----------
+    module
+        The live module.
+    results
+        The new values of its tensors, by paths.
+    skipped
+        The addresses of storages that are not compared, because an update writes them element by element.
+    """
+    found: list[Scatter] = []
+    seen: set[tuple[Any, ...]] = set()
+    for path, live in tensors_of(module).items():
+        place = (live.data_ptr(), live.shape, live.stride())
+        if place in seen or live.numel() == 0 or live.untyped_storage().data_ptr() in skipped:
+            continue
+        seen.add(place)
+        kind = _INTEGERS[live.element_size()]
+        held, new = live.detach().view(kind), results[path].detach().to(live.device).view(kind)
+        where = (held != new).nonzero()
+        if len(where):
+            strides = torch.tensor(live.stride(), dtype=torch.int64, device=live.device)
+            memory = torch.empty(0, dtype=kind, device=live.device).set_(live.untyped_storage())
+            positions = (where * strides).sum(1) + live.storage_offset()
+            found.append(Scatter(memory, positions, new[tuple(where.T)].reshape(-1)))
     return found
 
 

@@ -1,0 +1,31 @@
+"""Lets vLLM process weights on a CPU that it processes only on GPUs, so that tests can compare results. Nothing is fast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from loaded_models import import_vllm
+
+
+def requantise_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM quantise with a given scale, as it does with fused fp8 weights that have one scale each."""
+    import_vllm()
+    import torch
+    from vllm import _custom_ops
+
+    def scaled_fp8_quant(weights: Any, scale: Any) -> tuple[Any, Any]:
+        most = torch.finfo(torch.float8_e4m3fn).max
+        return (weights.float() / scale).clamp(-most, most).to(torch.float8_e4m3fn), scale
+
+    monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", scaled_fp8_quant)
+
+
+def nvfp4_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM load nvfp4 weights, with the kernel that emulates them."""
+    import_vllm()
+    from vllm.model_executor.kernels.linear.nvfp4 import emulation
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4 as scheme
+
+    config = type("Config", (), {})()
+    monkeypatch.setattr(scheme, "init_nvfp4_linear_kernel", lambda **_: emulation.EmulationNvFp4LinearKernel(config))
