@@ -235,3 +235,49 @@ def test_a_layout_that_cannot_be_updated_says_why(tmp_path: Path, monkeypatch: p
         assert "SpoolError" not in (backend.learn(str(tmp_path / "nothing.json"))["why_not"] or "SpoolError")
         assert backend.learn(str(chain.spool.table_path))["live"]
     backend.shutdown()
+
+
+def test_a_server_without_a_mirror_loads_checkpoints_from_the_store_and_fetches_deltas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, recipe = CASES["int4"]
+    chain = Chain(tmp_path / "chain", model, recipe)
+    state = model.state()
+    train(state, np.random.default_rng(9), 0.5)
+    (tmp_path / "other").mkdir()
+    _, (other,) = publish(tmp_path / "other", model, [state], recipe)
+    loaded = load_model(other)
+    before = memory(loaded.model)
+    backend = start_backend(loaded, spool=str(tmp_path / "spool"), url=chain.url)
+    first, second, third = (commit.seq for commit in chain.commits)
+    with loaded.active():
+        refused = backend.swap(second)  # it has no full checkpoint
+        assert (refused["outcome"], refused["seq"]) == ("refused", None)
+        assert f"Load version 1 (commit {first}) first" in refused["error"]
+        assert not difference(memory(loaded.model), before)
+        for seq, anew in ((first, 1), (second, 0), (third, 0)):
+            backend.prepare(seq)
+            answer = backend.swap(seq)
+            assert (answer["outcome"], answer["seq"], loads_in(answer)) == ("made", seq, anew), answer["error"]
+        assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[2]).model))
+
+        from deltawire.engines.vllm import loading
+
+        def cut_short(*arguments: Any, **options: Any) -> Any:
+            tensors = stream(*arguments, **options)
+            yield next(tensors)
+            tensors.close()
+            raise ConnectionError("the store is gone")
+
+        stream = loading.stream_anchor
+        monkeypatch.setattr(loading, "stream_anchor", cut_short)
+        answer = backend.swap(first, anew=True)
+        assert (answer["outcome"], answer["seq"], answer["quarantined"]) == ("quarantined", None, True)
+        assert "the store is gone" in answer["error"]
+        monkeypatch.setattr(loading, "stream_anchor", stream)
+        answer = backend.swap(first, anew=True)
+        assert (answer["outcome"], answer["quarantined"], loads_in(answer)) == ("made", False, 1), answer["error"]
+        assert backend.swap(second)["outcome"] == "made"
+        assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[1]).model))
+    assert not list((tmp_path / "spool" / "shards").iterdir())
+    backend.shutdown()

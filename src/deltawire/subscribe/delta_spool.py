@@ -129,7 +129,7 @@ class DeltaSpool:
 
             def write() -> list[FileEntry]:
                 fetched = self._files.ensure(spooled.files, lambda entries: context.to_memory(hop, entries))
-                replace_file(self._manifest_path(base.seq, hop.target.seq), data)
+                _replace(self._manifest_path(base.seq, hop.target.seq), data)
                 return fetched
 
             try:
@@ -354,7 +354,7 @@ def _make_private(folder: Path) -> None:
         )
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def _replace(path: Path, data: bytes) -> None:
     """Replace a file as a whole. The caller holds the lock."""
     arriving = path.with_suffix(PART)
     try:

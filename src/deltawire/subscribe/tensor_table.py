@@ -11,6 +11,8 @@ In a spool the table is one JSON file: `{"deltawire": "tensors", "version": 1, "
 from __future__ import annotations
 
 import math
+import os
+import secrets
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from ..errors import DataDamaged, SpoolError, UnsupportedDtype, UnsupportedVersi
 from ..format.records.canonical import dump
 from ..format.records.record_parts import FileEntry
 from ..format.safetensors_header import MAX_HEADER_BYTES, Header, MalformedHeader, check_density, parse_json_object
-from .delta_spool import replace_file, retryable_error, spool_errors
+from .delta_spool import retryable_error, spool_errors
 from .sync_context import SyncContext
 
 VERSION = 1
@@ -137,7 +139,13 @@ def write_table(path: Path, table: TensorTable) -> None:
     with spool_errors(path):
         if not (path.exists() and path.read_bytes() == data):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_file(path, data)
+            arriving = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")  # several workers may write the same table
+            try:
+                arriving.write_bytes(data)
+                os.replace(arriving, path)
+            except BaseException:
+                arriving.unlink(missing_ok=True)
+                raise
 
 
 def load_table(path: Path) -> TensorTable:

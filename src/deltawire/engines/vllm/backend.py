@@ -11,7 +11,11 @@
 
 **Updates of live memory.** If there is a spool, the layout was learnt and the version of the weights is known, deltas are decoded against
 the weights where they are (live_updates.py). Nothing is loaded, and a failed write is undone. The status says whether updates are made
-this way (`live`), and if not, `why_not`. All other updates come from the mirror, as follows.
+this way (`live`), and if not, `why_not`. All other updates come from the mirror, or from the store if there is none.
+
+**Loading from the store.** With a spool and a URL, but without a mirror, an update that must load everything streams a full checkpoint
+from the store, shard by shard (loading.py). The version must have a full checkpoint; later ones are reached by deltas. The digest of the
+loaded weights is compared with that of the version.
 
 **What an update from the mirror writes.** Usually it writes only the elements that changed, at the positions where the model's loaders
 have put them (element_map.py). It loads everything in these cases: it is the first update after the start, because the version that the
@@ -49,7 +53,9 @@ from ...errors import CheckpointError, CorruptRecord, EngineError, EngineQuarant
 from ...format.checkpoints.checkpoint import Checkpoint
 from ...format.records.canonical import Fields
 from ...format.records.record_parts import CommitRef
-from ...subscribe.tensor_table import TensorSpec, TensorTable
+from ...subscribe.delta_spool import DeltaSpool
+from ...subscribe.fetching_spool import FetchingSpool
+from ...subscribe.tensor_table import TensorSpec, TensorTable, read_tensor_table, write_table
 from . import OLDEST_VLLM, loading
 from .element_map import ElementMap, MappedChanges
 from .kept_bases import KeptBases
@@ -77,8 +83,9 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     spool
         The directory of the spool, which all workers of a host share. None if versions come only from the mirror.
     url
-        The location of the chain. The workers then bring the mirror to the requested versions themselves. Without it, another process does,
-        such as `deltawire sidecar`.
+        The location of the chain. The workers then bring the mirror to the requested versions themselves. If there is only a spool, they
+        fetch deltas into it, and load full checkpoints from the store. Without a URL, another process does this, such as `deltawire
+        sidecar`.
     run
         The name that the run must have.
     trusted_keys
@@ -131,6 +138,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._live: HeldVersion | None = None
         self._weights: LiveWeights | None = None
         self._updates: LiveUpdates | None = None
+        self._store: FetchingSpool | None = None
+        """The chain, if full checkpoints are loaded from the store."""
         self._is_staging_live = False
         """Whether the last update that was prepared is decoded against live memory."""
         self._bases: KeptBases | None = None
@@ -167,7 +176,10 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             self._stager = Stager(Path(init_info.mirror), init_info.url, options, init_info.threads, self._map_changes)
         if init_info.spool is not None:
             self._weights = self._live_weights(init_info)
-            self._updates = LiveUpdates(self._weights, Path(init_info.spool))
+            folder = Path(init_info.spool)
+            if init_info.url is not None and init_info.mirror is None:
+                self._store = FetchingSpool(folder, init_info.url, options=options)
+            self._updates = LiveUpdates(self._weights, DeltaSpool(folder) if self._store is None else self._store)
         self._info = init_info
 
     def start_weight_update(self) -> None:
@@ -187,6 +199,9 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             if found != "made":
                 kind = EngineQuarantined if found == "quarantined" else EngineRefused
                 self._raise(kind, f"the workers did not take commit {update_info.seq}")
+            return
+        if self._store is not None:
+            self._load_from_store(self._store, update_info.seq)
             return
         try:
             staged = self._take(update_info)
@@ -233,6 +248,9 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if self._updates is not None:
             self._updates.close()
             self._updates = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
         self._info = None
 
     # /collective_rpc calls the next methods. They never raise, because that would confuse vLLM's executor (see `raises_for_all`)
@@ -393,6 +411,45 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             self._stager.release(self._live)  # the mirror's version is no longer that of the weights
             self._live = None
         return found.outcome
+
+    # A full checkpoint from the store
+
+    def _load_from_store(self, spool: FetchingSpool, seq: int) -> None:
+        """Load a full checkpoint shard by shard, together with all other workers. Raises, in the last worker, if any worker failed."""
+        found = None
+        try:
+            hop, context = spool.checkpoint(seq)
+            table = read_tensor_table(context, hop)
+            write_table(spool.table_path, table)
+            found = loading.stream_anchor(hop, context, loading.module_order(table), spool=spool)
+        except Exception as error:
+            self._record(error)
+        assert self._updates is not None
+        if not failed_ranks(found is None):
+            self._updates.learn(spool.table_path)
+            self._error = self._updates.why_not
+        if failed := failed_ranks(found is None or self._error is not None):
+            self._raise(EngineRefused, f"workers {failed} cannot load commit {seq} from the store: nothing was changed")
+            return
+        assert found is not None
+        self._updates.forget()
+        began = time.perf_counter()
+        try:
+            loading.load_tensors(self.model, self.model_config, found if self._bases is None else self._bases.watch(found))
+        except Exception as error:
+            self._record(error)
+        loaded = time.perf_counter()
+        if not (failed := failed_ranks(self._error is not None)):
+            self._updates.adopt(context.log.ref(hop.target))
+            if self._updates.weights.version is None:
+                self._error = f"after loading, the weights do not have the digest of {hop.target.describe()}."
+            failed = failed_ranks(self._error is not None)
+        confirm_ms = (time.perf_counter() - loaded) * 1e3
+        self._last = {"write_ms": (loaded - began) * 1e3, "confirm_ms": confirm_ms, "loaded_anew": 1}
+        self._is_quarantined = bool(failed)
+        if failed:
+            self._updates.forget()
+            self._raise(EngineQuarantined, f"workers {failed} failed to load commit {seq} from the store")
 
     # An update from the mirror
 

@@ -32,12 +32,12 @@ class LiveUpdates:
     weights
         The worker's weights. They may have learnt their layout already.
     spool
-        The directory of the spool.
+        The spool, where deltas are found.
     """
 
-    def __init__(self, weights: LiveWeights, spool: Path) -> None:
+    def __init__(self, weights: LiveWeights, spool: DeltaSpool) -> None:
         self.weights = weights
-        self._spool = DeltaSpool(spool)
+        self._spool = spool
         self._staging = LiveStaging(weights, self._spool)
         self.why_not: str | None = "the layout of the weights was not learnt"
         """Why updates cannot be written to live memory. None if they can. It is None in all workers or in none."""
