@@ -268,6 +268,30 @@ def test_codes_that_are_never_written_are_published_as_the_cpu_publishes_them(tm
     assert files[0] == files[1]
 
 
+@pytest.mark.parametrize("snapshot", ["host", "device"])
+def test_the_host_waits_once_for_the_copy_of_all_segments(tmp_path, snapshot, monkeypatch):
+    waits = []
+    synchronize = GpuHandover.synchronize
+    move = Baseline.move_by_copy
+
+    def moved(*arguments, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(GpuHandover, "synchronize", lambda self: waits.append(self) or synchronize(self))
+            move(*arguments, **options)
+
+    monkeypatch.setattr(Baseline, "move_by_copy", moved)
+    state = weights()
+    options = deltawire.WriterOptions(segment_bytes=1, skips=False)
+    with deltawire.Publisher(tmp_path, snapshot=snapshot, options=options) as publisher:
+        for version in range(3):
+            publisher.publish(state, step=version)
+            read(tmp_path, {name: bits(tensor) for name, tensor in state.items()})
+            assert deltawire.state_digest(publisher._appender.baseline.arrays) == publisher.version.digest
+            step(state)
+        assert publisher.version.kind == "delta"
+    assert len(waits) == 2
+
+
 @pytest.mark.parametrize("least", [1, 1 << 20])
 def test_few_bytes_of_deltas_are_applied_at_once(tmp_path, least, monkeypatch):
     """Then decoded changes take little memory, however many there are."""

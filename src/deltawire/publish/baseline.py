@@ -109,7 +109,8 @@ class Baseline:
         back = self._reverse(state, changed, remember)
         with self._moving(at, digest, back, size):
             for index in changed:
-                copy_tensors(self.part_of(state, index), self.part(index))
+                copy_tensors(self.part_of(state, index), self.part(index), wait=False)
+            GpuHandover(state, self._state).synchronize()
 
     def move_by_swap(self, arrays: Arrays, changed: Collection[int], at: CommitRef, digest: Digest, size: int, *, remember: bool) -> Arrays:
         """Replace the arrays by those of the next version, and return the old arrays, whose memory may be used again."""
