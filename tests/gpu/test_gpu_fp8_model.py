@@ -49,8 +49,8 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 32,
     "eos_token_id": 0,
 }
-EXPERTS = {"hidden_size": 256, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 256}
-"""An expert has more than one block of 128 rows and columns: transformers loses dimensions of size 1."""
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 256}
+"""The scales of an expert have the shapes [2, 1] and [1, 2]. transformers would save them without the dimensions of size 1."""
 
 
 def dequantised_linear(input: Any, weight: Any, weight_scale_inv: Any, block_size: Any, bias: Any = None, *_: Any, **__: Any) -> Any:
@@ -85,7 +85,7 @@ def test_a_model_that_holds_codes_follows_in_place_and_computes_as_a_fresh_load(
     if kind == "dense":
         trained = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, tie_word_embeddings=True))
     else:
-        trained = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**(SIZES | EXPERTS)))
+        trained = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **EXPERTS))
     trained = trained.to(DEVICE, torch.bfloat16).eval()
     store, mirror = MemoryStore(), tmp_path / "mirror"
     attachments = {"config.json": trained.config.to_json_string().encode()}

@@ -292,6 +292,8 @@ def _with_default_conversions(module: torch.nn.Module) -> Iterator[None]:
 def _without_copies() -> Any:
     """Return a context in which `contiguous` and `clone` return the tensor itself, so that views stay views.
 
+    `squeeze` without an argument removes only the first dimension of size 1.
+
     The attribute `joined` of the context lists tensors that were concatenated by rows, by the id of the result.
     """
     import torch
@@ -307,6 +309,9 @@ def _without_copies() -> Any:
             kwargs = kwargs or {}
             if function in (torch.Tensor.contiguous, torch.Tensor.clone):
                 return args[0]
+            if function is torch.Tensor.squeeze and len(args) == 1 and not kwargs and 1 in args[0].shape:
+                # transformers means the dimension of the experts, which it has split. Others of size 1 belong to the checkpoint tensor.
+                return args[0].squeeze(list(args[0].shape).index(1))
             result = function(*args, **kwargs)
             if function is torch.cat and (args[1] if len(args) > 1 else kwargs.get("dim", 0)) == 0:
                 self.joined[id(result)] = list(args[0] if args else kwargs["tensors"])
