@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,22 @@ def test_updates_of_live_memory_equal_a_fresh_load(case: str, tmp_path: Path) ->
     assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[-1]).model))
     assert addresses(loaded.model) == places
     backend.shutdown()
+
+
+def test_the_staging_thread_frees_the_memory_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deltawire.engines.vllm.layout_update import LayoutUpdate
+
+    freed_by: list[str] = []
+    monkeypatch.setattr(LayoutUpdate, "__del__", lambda _: freed_by.append(threading.current_thread().name), raising=False)
+    chain = Chain(tmp_path, *CASES["dense"], versions=2)
+    loaded = load_model(chain.checkpoints[0])
+    backend = start_backend(loaded, spool=str(chain.spool.folder))
+    with loaded.active():
+        backend.learn(str(chain.spool.table_path))
+        backend.adopt(chain.ref(0).plain())
+        assert backend.swap(chain.put(1))["outcome"] == "made"
+    backend.shutdown()
+    assert freed_by == ["deltawire-stage_0"]
 
 
 def loads_in(status: Any) -> Any:

@@ -131,11 +131,12 @@ class LiveUpdates:
             The number of the commit.
         """
         try:
-            staged = self._staging.take(seq)
+            staged = [self._staging.take(seq)]
         except Exception as error:
             agree(True, None)
             return SwapOutcome("refused", f"{type(error).__name__}: {error}")
-        outcome = self.weights.swap(staged, agree)
+        outcome = self.weights.swap(staged[0], agree)
+        self._staging.run_later(staged.clear)  # not here: the server waits, and it takes time to free the memory of many changes
         self._digest = None
         if self.weights.is_unconfirmed:
             self._staging.run_later(self._confirm)
