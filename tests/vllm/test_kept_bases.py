@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +19,11 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from deltawire.delta.patch import TensorPatch  # noqa: E402
 from deltawire.dtypes import dtype_of_numpy  # noqa: E402
 from deltawire.engines.vllm import kept_bases  # noqa: E402
-from deltawire.engines.vllm.kept_bases import KeptBases, remove_abandoned  # noqa: E402
+from deltawire.engines.vllm.kept_bases import KeptBases  # noqa: E402
 from deltawire.errors import SpoolError  # noqa: E402
 from deltawire.format.checkpoints.checkpoint import Checkpoint  # noqa: E402
 from deltawire.format.records.record_parts import CommitRef  # noqa: E402
+from deltawire.subscribe.delta_spool import DeltaSpool  # noqa: E402
 from deltawire.subscribe.tensor_table import TensorSpec, TensorTable  # noqa: E402
 from deltawire.tensors.torch_types import to_torch  # noqa: E402
 
@@ -181,17 +183,34 @@ def test_a_checkpoint_without_the_tensors_or_too_many_of_them_is_refused(
     assert_holds(worker, state, ["c.bias"])
 
 
+def leave(folder: Path) -> Path:
+    """Make the folder of a server that was killed."""
+    folder.mkdir(parents=True)
+    (folder / "alive").touch()
+    (folder / "x.bin").write_bytes(bytes(100))
+    return folder
+
+
 def test_folders_of_servers_that_have_ended_are_deleted(workers: Callable[..., KeptBases], state: State, tmp_path: Path) -> None:
-    left = tmp_path / "kept" / "left"
-    left.mkdir(parents=True)
-    (left / "alive").touch()
-    (left / "x.bin").write_bytes(bytes(100))
+    first = leave(tmp_path / "kept" / "first")
     one, two = workers(), workers()
     for worker in (one, two):
         assert worker.hold(table_of(state, "a.weight")) is None
-    remove_abandoned(tmp_path / "kept")
-    assert not left.exists()
+    assert not first.exists()
+    second = leave(tmp_path / "kept" / "second")
+    DeltaSpool(tmp_path).keep_only(0)
+    assert not second.exists()
     one.close()
-    assert (tmp_path / "kept" / "server").exists()
+    assert_holds(two, state, ["a.weight"])
     two.close()
     assert not (tmp_path / "kept" / "server").exists()
+
+
+def test_a_worker_that_is_never_closed_leaves_nothing(tmp_path: Path, state: State) -> None:
+    checkpoint = saved(tmp_path / "start.safetensors", state)
+    worker = KeptBases(tmp_path / "kept" / "server", lambda: checkpoint)
+    assert worker.hold(table_of(state)) is None
+    assert list((tmp_path / "kept").iterdir())
+    del worker
+    gc.collect()
+    assert not list((tmp_path / "kept").iterdir())

@@ -6,6 +6,7 @@ It holds the next updates, not the model:
     DIR/files/                delta files, named by their hashes
     DIR/tensors.json          names, types and shapes of the chain's tensors (tensor_table.py)
     DIR/shards/               shards of a full checkpoint, only while workers load it
+    DIR/kept/SERVER/          tensors that the workers of a server share (engines/vllm/kept_bases.py), while the server runs
     DIR/lock                  `flock` file of the one process that writes
 
 One process fetches a hop, usually the sidecar, and every worker of the host maps the same files. The manifest of a hop is written last and
@@ -43,6 +44,9 @@ from .sync_context import SyncContext
 
 MOST_MANIFEST_BYTES = 32 << 20
 """Larger than the manifest of a hop with as many files as a file list may name."""
+
+ALIVE = "alive"
+"""The `flock` file of a folder that belongs to a running server."""
 
 _MANIFEST = re.compile(r"hop-(0|[1-9][0-9]{0,18})-(0|[1-9][0-9]{0,18})\.json")
 _PAUSE = 0.02
@@ -284,6 +288,7 @@ class DeltaSpool:
         for path in self.folder.glob(f"*{PART}"):
             path.unlink(missing_ok=True)
         self._drop_shards()
+        remove_abandoned(self.folder / "kept")
 
     def _drop_shards(self, *, keep: int = 0) -> None:
         """Delete the shards that were used longest ago. Without `keep`, delete all, unless a process is loading."""
@@ -301,6 +306,24 @@ class DeltaSpool:
 
     def _manifest_path(self, base: int, target: int) -> Path:
         return self.folder / f"hop-{base}-{target}.json"
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Delete the folders of servers that have ended. Each server holds the lock `ALIVE` in its folder.
+
+    Parameters
+    ----------
+    parent
+        The directory that has one folder for each server.
+    """
+    for folder in list(parent.iterdir()) if parent.is_dir() else ():
+        if not (folder / ALIVE).exists():
+            continue
+        with spool_errors(folder), contextlib.suppress(FileNotFoundError):  # another process may delete it at the same time
+            lock = FileLock.try_exclusive(folder / ALIVE)
+            if lock is not None:
+                with lock:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def default_spool(url: str, delta_bytes: int = 0) -> Path:

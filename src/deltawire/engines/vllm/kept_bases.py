@@ -18,9 +18,9 @@ import contextlib
 import math
 import mmap
 import os
-import shutil
 import struct
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +35,7 @@ from ...delta.patch import TensorPatch
 from ...errors import DeltawireError, SpoolError
 from ...format.checkpoints.checkpoint import Checkpoint
 from ...format.records.record_parts import CommitRef
-from ...subscribe.delta_spool import retryable_error, spool_errors
+from ...subscribe.delta_spool import ALIVE, remove_abandoned, retryable_error, spool_errors
 from ...subscribe.mirror.locks import FileLock
 from ...subscribe.tensor_table import TensorSpec, TensorTable
 
@@ -85,7 +85,9 @@ class KeptBases:
         self._claimed: set[str] = set()
         """The tensors that this worker writes."""
         self._generation = _CHANGING
-        self._alive: FileLock | None = None
+        self._alive: list[FileLock] = []
+        """The lock that shows that the folder is in use, as soon as there is a folder."""
+        weakref.finalize(self, _end, self._alive, folder.parent)
         self._thread = ThreadPoolExecutor(1, "deltawire-kept")
         self._writing: Future[None] | None = None
 
@@ -210,10 +212,7 @@ class KeptBases:
             self._finish()
         self._thread.shutdown()
         self._files.clear()
-        if self._alive is not None:
-            self._alive.release()
-            self._alive = None
-            remove_abandoned(self._folder.parent)
+        _end(self._alive, self._folder.parent)
 
     def _make(self, changes: Mapping[str, Sequence[TensorPatch]], before: int, generation: int, previous: Future[None] | None) -> None:
         if previous is not None:
@@ -281,12 +280,14 @@ class KeptBases:
         return True
 
     def _open_folder(self) -> None:
-        while self._alive is None:
+        if not self._alive:
+            remove_abandoned(self._folder.parent)  # a server that was killed may have left copies of a whole model
+        while not self._alive:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (self._folder / "alive").touch()
-            alive = FileLock.try_shared(self._folder / "alive")
-            if alive is not None and (self._folder / "alive").exists():
-                self._alive = alive
+            (self._folder / ALIVE).touch()
+            alive = FileLock.try_shared(self._folder / ALIVE)
+            if alive is not None and (self._folder / ALIVE).exists():
+                self._alive.append(alive)
             else:  # another process takes the folder for an abandoned one
                 if alive is not None:
                     alive.release()
@@ -317,22 +318,12 @@ class _KeptTensor:
         return np.ndarray(spec.shape, spec.dtype.numpy, self._memory, _DATA_START)
 
 
-def remove_abandoned(parent: Path) -> None:
-    """Delete the folders of servers that have ended.
-
-    Parameters
-    ----------
-    parent
-        The directory that has one folder for each server.
-    """
-    for folder in list(parent.iterdir()) if parent.is_dir() else ():
-        if not (folder / "alive").exists():
-            continue
-        with spool_errors(folder):
-            lock = FileLock.try_exclusive(folder / "alive")
-            if lock is not None:
-                with lock:
-                    shutil.rmtree(folder, ignore_errors=True)
+def _end(held: list[FileLock], parent: Path) -> None:
+    """Let go of a folder, and delete it if no other worker holds it. Python calls it at its end, too."""
+    while held:
+        held.pop().release()
+    with contextlib.suppress(DeltawireError):
+        remove_abandoned(parent)
 
 
 def _lacks(weights: Checkpoint, wanted: TensorTable) -> str | None:
