@@ -9,14 +9,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deltawire.dtypes import dtype_named  # noqa: E402
-from deltawire.engines.vllm.layout import model_layout  # noqa: E402
+from deltawire.engines.vllm.layout import model_layout, placements  # noqa: E402
 from deltawire.engines.vllm.layout.model_layout import ModelLayout  # noqa: E402
 from deltawire.engines.vllm.layout.types import Nest, Placement, Scatter, TensorLayout  # noqa: E402
 from deltawire.subscribe.tensor_table import TensorSpec  # noqa: E402
 
 
-def layout_of(kind: str, shape: tuple[int, ...], *placements: Placement) -> ModelLayout:
-    return ModelLayout({"w": TensorLayout(TensorSpec(dtype_named(kind), shape), "mapped", placements)}, {})
+def layout_of(kind: str, shape: tuple[int, ...], *places: Placement) -> ModelLayout:
+    return ModelLayout({"w": TensorLayout(TensorSpec(dtype_named(kind), shape), "mapped", places)}, {})
 
 
 def write(scatter: Scatter) -> None:
@@ -77,7 +77,8 @@ def in_two_blocks(tensor: Any) -> tuple[Placement, ...]:
 @pytest.mark.parametrize("place", [turned, widened, in_two_steps, twice, in_two_blocks], ids=lambda place: place.__name__)
 @pytest.mark.parametrize("piece", [1 << 22, 5])
 def test_elements_are_read_and_written_where_placements_say(place: Any, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_layout, "_PIECE", piece)
+    monkeypatch.setattr(model_layout, "PIECE", piece)
+    monkeypatch.setattr(placements, "PIECE", piece)
     tensor = torch.randn(24, generator=torch.Generator().manual_seed(1)).bfloat16()
     layout = layout_of("BF16", (4, 6), *place(tensor))
     assert torch.equal(layout.gather("w"), tensor.view(4, 6))
@@ -112,6 +113,15 @@ def test_halves_of_bytes_are_read_and_written(table: tuple[int, ...] | None, kin
     for scatter in scatters:
         write(scatter)
     assert torch.equal(layout.gather("w"), tensor)
+
+
+def test_a_widened_element_with_foreign_bits_reads_as_another_one() -> None:
+    tensor = torch.randn(24, generator=torch.Generator().manual_seed(1)).bfloat16()
+    (placement,) = widened(tensor)
+    layout = layout_of("BF16", (24,), placement)
+    placement.memory[3 + 7] += 1  # a bit that bfloat16 does not have
+    different = torch.nonzero(layout.gather("w").view(torch.int16) != tensor.view(torch.int16)).flatten()
+    assert different.tolist() == [7]
 
 
 def test_elements_that_another_worker_holds_are_left_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,9 @@ def learn(module: Any) -> Any:
     """Learn a module, and check each map with the values that the module was loaded with. The module must not change."""
     import torch
 
-    from deltawire.engines.vllm.layout.processing_map import _is_predicted, holds_for, learn_module, storage_units, tensors_of
+    from deltawire.engines.vllm.layout.position_decoder import is_predicted
+    from deltawire.engines.vllm.layout.processing_map import holds_for, learn_module, tensors_of
+    from deltawire.engines.vllm.layout.unit_values import Fill, storage_units
 
     names = list(module.raw["values"])
     before = {path: storage_units(tensor, 8).clone() for path, tensor in tensors_of(module).items()}
@@ -65,9 +68,13 @@ def learn(module: Any) -> Any:
         raw = storage_units(module.raw["values"][name], 8)
         for each in maps:
             fill = raw.view(getattr(torch, f"int{max(8, each.unit_bits)}"))
-            assert _is_predicted([each], tensors_of(module)[each.path], fill), (name, each)
+            assert is_predicted([each], tensors_of(module)[each.path], Fill(fill.numel(), functools.partial(_part, fill))), (name, each)
     assert holds_for(module, _current(), found)
     return found
+
+
+def _part(words: Any, start: int, end: int) -> Any:
+    return words[start:end]
 
 
 def _current() -> Any:
@@ -305,6 +312,17 @@ def test_a_result_that_moves_most_numbers_but_rounds_some_is_arithmetic() -> Non
     found = learn_only(processed(process, weight=values(16, 24)))
     assert found.maps["weight"] == []
     assert "weight" in found.arithmetic
+
+
+def test_a_result_with_a_part_that_depends_on_large_numbers_only_is_arithmetic() -> None:
+    def process(method: Any, layer: Any) -> None:
+        import torch
+
+        large = (layer.weight.data.abs() > 1).sum().to(torch.bfloat16).view(1)
+        put(layer, "weight", torch.cat([layer.weight.data.t().reshape(-1), large]))
+
+    found = learn_only(processed(process, weight=values(16, 24)))
+    assert found.maps["weight"] == []
 
 
 def test_sums_and_shuffles_are_arithmetic() -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ....dtypes import DType
 from ....subscribe.tensor_table import TensorTable
@@ -414,7 +413,14 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    """Return the tensors in arguments of an operation. It is called for each operation of each loader, so it is quick."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
 
 
 def parameters_by_module(parameters: Iterable[RawParameter]) -> Mapping[int, list[RawParameter]]:

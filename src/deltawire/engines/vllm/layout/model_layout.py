@@ -16,21 +16,19 @@ from typing import Any
 
 import torch
 
-from ....dtypes import DType
 from ....subscribe.tensor_table import TensorSpec, TensorTable
-from ....tensors.torch_types import torch_dtype
 from ..recompute import FAILED, derived_from, moves_experts, rule_for
 from . import loader_copies, processing_map
 from .loader_copies import LoaderCopies, LoaderCopy, RawParameter, reach, record_copies
-from .nests import compose, fit, is_contiguous, nest_of, positions_of
-from .processing_map import ModuleMap, NotLearnt, UnitMap, learn_module, storage_units
+from .nests import compose, fit, nest_of, positions_of
+from .placements import PIECE, as_bits, coverage, direct_view, distinct, flat_storage, gather, numel, scatters, source_view
+from .position_decoder import Path, UnitMap
+from .processing_map import ModuleMap, NotLearnt, learn_module
 from .types import ModuleRule, Nest, Placement, Scatter, TensorLayout
+from .unit_values import storage_units
 
-_PIECE = 1 << 22
-"""The number of units whose positions are computed in one operation."""
 _MOST_FITTED = 1 << 26
 """A tensor with more units keeps the nests of both stages, if no single nest is found by composition."""
-_ALIGNMENT = 16
 OFF = "DELTAWIRE_LEARN"
 """If this variable is "0", no layout is learnt, so every update loads whole modules."""
 
@@ -65,15 +63,18 @@ class ModelLayout:
         How it was learnt.
     copies
         For modules with rules: what loaders copy to their raw parameters.
+    model
+        The model.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, TensorLayout],
         modules: Mapping[str, ModuleRule],
-        held: Sequence[tuple[Any, processing_map.Path]] = (),
+        held: Sequence[tuple[Any, Path]] = (),
         facts: LearningFacts | None = None,
         copies: Mapping[str, Sequence[tuple[str, LoaderCopy]]] | None = None,
+        model: Any = None,
     ) -> None:
         self.tensors = tensors
         self.modules = modules
@@ -81,6 +82,7 @@ class ModelLayout:
         self.owned: dict[str, frozenset[int]] = {}
         """For tensors of which other workers own some elements: the numbers of the placements that this worker owns."""
         self._copies = copies or {}
+        self._model = model
         self._held = list(held)
         self._addresses = self._current_addresses()
 
@@ -92,17 +94,13 @@ class ModelLayout:
         model
             The model.
         """
-        return not self._held or (any(module is self._held[0][0] for module in model.modules()) and self._is_unmoved())
+        return (self._model is None or self._model is model) and self._current_addresses() == self._addresses
 
-    def _is_unmoved(self) -> bool:
-        return self._current_addresses() == self._addresses
-
-    def _current_addresses(self) -> list[tuple[int, int] | None]:
-        found: list[tuple[int, int] | None] = []
-        for module, path in self._held:
-            tensor = _at(module, path)
-            found.append(None if tensor is None else (tensor.data_ptr(), tensor.untyped_storage().data_ptr()))
-        return found
+    def _current_addresses(self) -> list[int]:
+        """Return the addresses of the tensors. It is called within swaps, so it is quick."""
+        tensors = (module._parameters.get(path[0]) if len(path) == 1 else None for module, path in self._held)
+        found = (tensor if tensor is not None else _at(*held) for tensor, held in zip(tensors, self._held, strict=True))
+        return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
     def raw(self, module: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the raw parameters of a module as loaders leave them, before vLLM processes them. Padding is zero bits.
@@ -121,8 +119,8 @@ class ModelLayout:
                 blank = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=tensor.device)
                 storage_units(blank, 8).zero_()
                 found[copy.parameter.name] = blank
-            flat = _flat(found[copy.parameter.name])
-            copy.nest.view(flat).copy_(_source_view(copy.nest, tensor.contiguous().view(-1)))
+            flat = flat_storage(found[copy.parameter.name])
+            copy.nest.view(flat).copy_(source_view(copy.nest, tensor.contiguous().view(-1)))
         return found
 
     def blocks(self) -> Mapping[str, Sequence[tuple[Nest, ...]]]:
@@ -142,7 +140,8 @@ class ModelLayout:
         layout = self.tensors[name]
         owned = self.owned.get(name) if owned_only else None
         placements = [each for number, each in enumerate(layout.placements) if owned is None or number in owned]
-        return _gather(layout.spec, placements)
+        device = layout.placements[0].memory.device if layout.placements else torch.device("cpu")
+        return gather(layout.spec, placements, device)
 
     def locate(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> list[Scatter]:
         """Return where changed elements of a tensor go. Elements that this worker does not hold are left out.
@@ -159,11 +158,11 @@ class ModelLayout:
         layout = self.tensors[name]
         found: list[Scatter] = []
         for placement in layout.placements:
-            for start in range(0, indices.numel(), _PIECE):
+            for start in range(0, indices.numel(), PIECE):
                 device = placement.memory.device
-                some = indices[start : start + _PIECE].to(device=device, dtype=torch.int64)
-                new = _as_bits(values[start : start + _PIECE].to(device), layout.spec.dtype)
-                found += _scatters(placement, layout.spec.dtype, some, new)
+                some = indices[start : start + PIECE].to(device=device, dtype=torch.int64)
+                new = as_bits(values[start : start + PIECE].to(device), layout.spec.dtype)
+                found += scatters(placement, layout.spec.dtype, some, new)
         return found
 
 
@@ -197,11 +196,18 @@ def learn_layout(model: Any, vllm_config: Any, table: TensorTable, *, draft: Any
         learner.add(model, record_copies(model, vllm_config, table))
         if draft is not None:
             learner.add(draft, record_copies(draft, vllm_config, table, prefix="draft."))
-        layout = learner.layout()
+        layout = learner.layout(model)
+        _give_back_memory(model)
     except Exception as error:
         return _unknown(table, f"its layout cannot be learnt: {type(error).__name__}: {error}")
     layout.facts.seconds = time.perf_counter() - began
     return layout
+
+
+def _give_back_memory(model: Any) -> None:
+    """Return the memory that learning has used to the GPU, because vLLM divides what is free."""
+    if any(parameter.is_cuda for parameter in model.parameters()):
+        torch.cuda.empty_cache()
 
 
 def _unknown(table: TensorTable, reason: str) -> ModelLayout:
@@ -230,7 +236,7 @@ class _Learner:
         self._rules: dict[str, ModuleRule] = {}
         self._copies: dict[str, list[tuple[str, LoaderCopy]]] = {}
         self._maps: dict[tuple[Any, ...], ModuleMap] = {}
-        self._held: dict[tuple[int, processing_map.Path], tuple[Any, processing_map.Path]] = {}
+        self._held: dict[tuple[int, Path], tuple[Any, Path]] = {}
         self._composed: dict[tuple[Nest, Nest], list[tuple[Nest, ...]]] = {}
         self.facts = LearningFacts()
 
@@ -259,7 +265,7 @@ class _Learner:
                 known.add(tensor.untyped_storage().data_ptr())
         self._find_derived(model, copies.parameters, by_module, known)
 
-    def layout(self) -> ModelLayout:
+    def layout(self, model: Any) -> ModelLayout:
         """Return the layout of all tensors."""
         tensors = {name: self._tensor(name, spec) for name, spec in sorted(self._table.items())}
         inputs: dict[str, list[str]] = {name: [] for name in self._rules}
@@ -268,7 +274,7 @@ class _Learner:
                 inputs[module].append(name)
         rules = {name: ModuleRule(name, rule.how, tuple(inputs[name]), rule.reason) for name, rule in self._rules.items() if inputs[name]}
         copies = {name: found for name, found in self._copies.items() if name in rules}
-        return ModelLayout(tensors, rules, list(self._held.values()), self.facts, copies)
+        return ModelLayout(tensors, rules, list(self._held.values()), self.facts, copies, model)
 
     def _learn(self, parameter: RawParameter, names: Sequence[str]) -> ModuleMap:
         """Return what processing does with these raw parameters."""
@@ -358,19 +364,19 @@ class _Learner:
 
     def _tensor(self, name: str, spec: TensorSpec) -> TensorLayout:
         found = self._found[name]
-        placements = _distinct(found.placements)
+        placements = distinct(found.placements)
         modules = tuple(sorted(found.modules))
         reason = found.reasons[0] if found.reasons else ""
-        if _numel(spec) == 0 or not (found.is_copied or found.reasons):
+        if numel(spec) == 0 or not (found.is_copied or found.reasons):
             return TensorLayout(spec, "absent", reason="no loader of this worker copies it")
-        coverage = _coverage(spec, placements)
-        if found.reasons and (coverage != "whole" or not modules):
+        held = coverage(spec, placements)
+        if found.reasons and (held != "whole" or not modules):
             return TensorLayout(spec, "module", modules=modules, reason=reason)
-        if coverage == "none":
+        if held == "none":
             return TensorLayout(spec, "absent", modules=modules, reason="this worker holds none of its elements")
-        if coverage == "part":
+        if held == "part":
             return TensorLayout(spec, "partial", placements, None, modules, "this worker holds only some of its elements")
-        direct = _direct(spec, placements)
+        direct = direct_view(spec, placements)
         return TensorLayout(spec, "mapped" if direct is None else "direct", placements, direct, modules, reason)
 
 
@@ -420,157 +426,7 @@ def _source_reach(nest: Nest) -> int:
     return sum((size - 1) * source for size, source in zip(nest.sizes, nest.sources, strict=True))
 
 
-def _distinct(placements: Iterable[Placement]) -> tuple[Placement, ...]:
-    """Return placements without those that say the same as an earlier one, as tied weights do."""
-    found = {(each.memory.data_ptr(), each.nests, each.unit_bits): each for each in reversed(list(placements))}
-    return tuple(reversed(list(found.values())))
-
-
-def _numel(spec: TensorSpec) -> int:
-    count = 1
-    for size in spec.shape:
-        count *= size
-    return count
-
-
-def _units(spec: TensorSpec, placement: Placement) -> int:
-    """Return the number of units of a whole tensor."""
-    return _numel(spec) * (1 if placement.widened is not None else spec.dtype.width // placement.unit_bits)
-
-
-def _coverage(spec: TensorSpec, placements: Sequence[Placement]) -> str:
-    """Return whether placements have all units of a tensor: "whole", "part" or "none"."""
-    if not placements:
-        return "none"
-    counts = [each.nests[0].numel if len(each.nests) == 1 else 0 for each in placements]
-    total = _units(spec, placements[0])
-    if total in counts:
-        return "whole"
-    if all(len(each.nests) == 1 for each in placements) and sum(counts) < total:
-        return "part"
-    has = torch.zeros(total, dtype=torch.bool)
-    for each in placements:
-        if len(each.nests) == 1:
-            _source_view(each.nests[0], has).fill_(True)
-        else:
-            for start in range(0, total, _PIECE):
-                end = min(total, start + _PIECE)
-                has[start:end] |= positions_of(each.nests, start, end, has.device) >= 0
-    return "whole" if bool(has.all()) else "part" if bool(has.any()) else "none"
-
-
-def _direct(spec: TensorSpec, placements: Sequence[Placement]) -> torch.Tensor | None:
-    """Return the memory of a tensor in checkpoint shape and type. None if it is not one range with the same bits."""
-    if len(placements) != 1:
-        return None
-    (placement,) = placements
-    nest = placement.nests[0]
-    is_range = len(placement.nests) == 1 and is_contiguous(nest) and placement.widened is None and placement.table is None
-    if not is_range or nest.target_start * placement.unit_bits % spec.dtype.width:
-        return None
-    memory, start, count = placement.memory, nest.target_start, nest.numel
-    if placement.unit_bits == 4:
-        start, count = start // 2, count // 2
-    flat = memory[start : start + count]
-    if flat.data_ptr() % _ALIGNMENT:
-        return None
-    return flat.view(torch_dtype(spec.dtype)).view(spec.shape)
-
-
-def _gather(spec: TensorSpec, placements: Sequence[Placement]) -> torch.Tensor:
-    device = placements[0].memory.device if placements else torch.device("cpu")
-    whole = torch.zeros(_numel(spec), dtype=torch_dtype(spec.dtype, bits=True), device=device)
-    is_packed = bool(placements) and placements[0].unit_bits == 4
-    units = torch.zeros(_units(spec, placements[0]), dtype=torch.int8, device=device) if is_packed else whole
-    for placement in placements:
-        if len(placement.nests) == 1:
-            (nest,) = placement.nests
-            _source_view(nest, units).copy_(_read(placement, nest, spec.dtype))
-            continue
-        for start in range(0, units.numel(), _PIECE):
-            end = min(units.numel(), start + _PIECE)
-            positions = positions_of(placement.nests, start, end, device)
-            here = positions >= 0
-            units[start:end][here] = _read_at(placement, positions[here], spec.dtype)
-    if is_packed:
-        pairs = units.view(-1, 2)
-        whole = (pairs[:, 0] | (pairs[:, 1] << 4)).view(whole.dtype)
-    return whole.view(torch_dtype(spec.dtype)).view(spec.shape)
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage of a tensor, flat, in its own type."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (storage.nbytes() // tensor.element_size(),))
-
-
-def _source_view(nest: Nest, units: torch.Tensor) -> torch.Tensor:
-    """Return the units of a nest in the tensor that it comes from."""
-    return units.as_strided(nest.sizes, nest.sources, nest.source_start)
-
-
-def _read(placement: Placement, nest: Nest, dtype: DType) -> torch.Tensor:
-    """Return the units of a nest, as the checkpoint has them."""
-    if placement.unit_bits != 4:
-        return _narrowed(placement, nest.view(placement.memory), dtype)
-    first = nest.target_start // 2
-    last = (nest.target_start + reach(nest)) // 2
-    some = placement.memory[first : last + 1]
-    halves = torch.stack([some & 15, (some >> 4) & 15], dim=1).view(-1)
-    return _from_table(placement, Nest(nest.sizes, nest.sources, nest.targets, 0, nest.target_start - 2 * first).view(halves))
-
-
-def _read_at(placement: Placement, positions: torch.Tensor, dtype: DType) -> torch.Tensor:
-    if placement.unit_bits != 4:
-        return _narrowed(placement, placement.memory[positions], dtype)
-    some = placement.memory[positions >> 1]
-    return _from_table(placement, torch.where(positions % 2 == 1, (some >> 4) & 15, some & 15))
-
-
-def _narrowed(placement: Placement, values: torch.Tensor, dtype: DType) -> torch.Tensor:
-    if placement.widened is None:
-        return values
-    return values.contiguous().view(torch_dtype(placement.widened)).to(torch_dtype(dtype)).view(torch_dtype(dtype, bits=True))
-
-
-def _from_table(placement: Placement, values: torch.Tensor) -> torch.Tensor:
-    if placement.table is None:
-        return values
-    back = [placement.table.index(value) for value in range(16)]
-    return torch.tensor(back, dtype=torch.int8, device=values.device)[values.long()]
-
-
-def _as_bits(values: torch.Tensor, dtype: DType) -> torch.Tensor:
-    return values.contiguous().view(torch_dtype(dtype, bits=True))
-
-
-def _scatters(placement: Placement, dtype: DType, indices: torch.Tensor, values: torch.Tensor) -> Iterator[Scatter]:
-    """Yield where these elements go by one placement."""
-    if placement.unit_bits == 4:
-        per_element = dtype.width // 4
-        indices = (indices[:, None] * per_element + torch.arange(per_element, device=indices.device)).view(-1)
-        some = values.view(torch.int8)
-        values = torch.stack([some & 15, (some >> 4) & 15], dim=1).view(-1)
-        if placement.table is not None:
-            values = torch.tensor(placement.table, dtype=torch.int8, device=values.device)[values.long()]
-    elif placement.widened is not None:
-        wide = torch_dtype(placement.widened)
-        values = values.view(torch_dtype(dtype)).to(wide).view(torch_dtype(placement.widened, bits=True))
-    for nest in placement.nests:
-        here, indices = nest.find(indices)
-        values = values[here]
-    narrow = torch.int32 if placement.memory.numel() < 2**31 else torch.int64
-    if placement.unit_bits != 4:
-        if indices.numel():
-            yield Scatter(placement.memory, indices.to(narrow), values)
-        return
-    for half in (0, 1):
-        chosen = indices % 2 == half
-        if bool(chosen.any()):
-            yield Scatter(placement.memory, (indices[chosen] >> 1).to(narrow), values[chosen], half=half)
-
-
-def _at(module: Any, path: processing_map.Path) -> torch.Tensor | None:
+def _at(module: Any, path: Path) -> torch.Tensor | None:
     """Return the tensor that a path leads to. None if there is none."""
     value = module
     for name in path:
@@ -583,7 +439,7 @@ def _at(module: Any, path: processing_map.Path) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _live_tensors(module: Any) -> dict[processing_map.Path, torch.Tensor]:
+def _live_tensors(module: Any) -> dict[Path, torch.Tensor]:
     return {path: tensor for path, tensor in processing_map.tensors_of(module).items() if tensor.device.type != "meta"}
 
 
@@ -591,7 +447,7 @@ _HARMLESS = ("kv_cache", "cos_sin_cache", "inv_freq", "_k_scale", "_v_scale", "_
 """Attributes whose tensors do not depend on weights of the chain. Scales that do come from the chain have loaders (see `_learn`)."""
 
 
-def _is_derived(path: processing_map.Path, tensor: torch.Tensor, known: set[int]) -> bool:
+def _is_derived(path: Path, tensor: torch.Tensor, known: set[int]) -> bool:
     if not tensor.is_floating_point() or tensor.numel() <= 1 or any(name in _HARMLESS for name in path):
         return False
     return tensor.untyped_storage().data_ptr() not in known

@@ -21,46 +21,17 @@ from typing import Any
 
 import torch
 
-from ....tensors.torch_types import dtype_of
 from ..module_shell import is_state, make_shell, process, raw_of
 from ..recompute import ARITHMETIC, FAILED
 from .loader_copies import raw_tensors
-from .nests import fit
-from .types import Nest
+from .position_decoder import Path, PositionDecoder, UnitMap, changed_values, complete_table, is_predicted, whole_nest
+from .unit_values import Fill, constant_fill, digit_fill, digits_of, neutral_value, random_fill, same_words, storage_units
 
-Path = tuple[str, ...]
-"""How a tensor is reached from its module: names of attributes, keys or positions."""
-
-_PIECE = 1 << 24
-_MOST_COPIES = 8
-"""If processing repeats a unit more often than this, it counts as arithmetic."""
 _DEPTH = 4
 _BYTES_PER_UNIT = 16
 """The memory for decoding positions, for each unit: its position, its place, and temporary values."""
 _FEW = 64
 """Parameters with fewer units than this are filled with random values several times."""
-
-
-@dataclass(frozen=True, slots=True)
-class UnitMap:
-    """Where processing moves the units of a raw parameter.
-
-    Parameters
-    ----------
-    path
-        How the tensor whose storage holds them is reached from the module.
-    unit_bits
-        The width of a unit.
-    nests
-        Blocks, each from units of the raw parameter's storage to units of the result's storage.
-    table
-        For each 4-bit value, the value in the result. None if they are the same.
-    """
-
-    path: Path
-    unit_bits: int
-    nests: tuple[Nest, ...]
-    table: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -164,15 +135,6 @@ def tensors_of(module: Any) -> dict[Path, torch.Tensor]:
     return {path: value for path, value in _reachable(module) if isinstance(value, torch.Tensor)}
 
 
-def storage_units(tensor: torch.Tensor, unit_bits: int) -> torch.Tensor:
-    """Return the whole storage of a tensor as flat signed integers of `unit_bits`; as int8 for 4-bit units."""
-    storage = tensor.untyped_storage()
-    width = max(unit_bits, 8)
-    memory = torch.empty(0, dtype=getattr(torch, f"int{width}"), device=tensor.device)
-    memory.set_(storage, 0, (storage.nbytes() * 8 // width,))
-    return memory
-
-
 def unit_bits_of(name: str, tensor: torch.Tensor) -> int:
     """Return the width of the units of a raw parameter. Integers that are not scales hold packed 4-bit values."""
     if tensor.dtype in (torch.int32, torch.uint8) and tensor.numel() > 1 and "scale" not in name:
@@ -188,6 +150,11 @@ class _Run:
     """One tensor of each storage."""
     shapes: dict[Path, tuple[Any, ...]]
     numbers: dict[Path, float]
+
+    def on_host(self) -> _Run:
+        """Return the results in host memory, because they are kept while others are made."""
+        storages = {path: storage_units(tensor, 8).cpu() for path, tensor in self.storages.items()}
+        return _Run(storages, self.shapes, self.numbers)
 
 
 class _Study:
@@ -207,7 +174,7 @@ class _Study:
         self.runs = 0
 
     def check_memory(self, per_unit: int = 0, name: str | None = None) -> None:
-        """Raise `NotLearnt` if the module is too large for the free memory.
+        """Raise `NotLearnt` if the module is certainly too large for the free memory. If it is nearly so, an allocation fails later.
 
         Parameters
         ----------
@@ -216,7 +183,7 @@ class _Study:
         name
             The parameter.
         """
-        needed = 4 * sum(tensor.nbytes for tensor in self.raw.values()) + (0 if name is None else per_unit * self._count(name))
+        needed = int(1.1 * sum(tensor.nbytes for tensor in self.raw.values())) + (0 if name is None else per_unit * self._count(name))
         limit = self.most_bytes
         if limit is None and self.device.type == "cuda":
             limit = int(torch.cuda.mem_get_info(self.device)[0] * 0.9)
@@ -226,7 +193,7 @@ class _Study:
     def learn(self) -> ModuleMap:
         found = ModuleMap()
         try:
-            neutral = self._run({})
+            neutral = self._run({}).on_host()
         except Exception as error:
             raise NotLearnt(f"its processing fails with neutral values: {_brief(error)}") from error
         live = {path: _geometry(tensor) for path, tensor in tensors_of(self.module).items()}
@@ -268,18 +235,19 @@ class _Study:
         computed = [path for path, number in neutral.numbers.items() if any(run.numbers.get(path) != number for run in tests)]
         unknown: list[Path] = []
         for path, before in neutral.storages.items():
-            if all(torch.equal(_bytes(before), _bytes(run.storages[path])) for run in tests):
+            after = [run.storages.get(path) for run in tests]
+            if all(each is not None and same_words(storage_units(each, 8), storage_units(before, 8)) for each in after):
                 continue
             if any(run.shapes != neutral.shapes for run in tests) or live.get(path) != neutral.shapes[path]:
                 computed.append(path)
-            elif all(torch.equal(_bytes(run.storages[path]), fill.view(torch.uint8)) for run, fill in zip(tests, fills, strict=True)):
-                maps.append(UnitMap(path, bits, (Nest((count,), (1,), (1,)),)))
+            elif all(fill.equals(storage_units(run.storages[path], bits)) for run, fill in zip(tests, fills, strict=True)):
+                maps.append(UnitMap(path, bits, (whole_nest(count),)))
             else:
                 unknown.append(path)
         if unknown:
             for path, found in self._decode(name, neutral, unknown).items():
                 outcomes = zip(tests, fills, strict=True)
-                if found and all(_is_predicted(found, run.storages[path], fill, neutral.storages[path]) for run, fill in outcomes):
+                if found and all(is_predicted(found, run.storages[path], fill, neutral.storages[path]) for run, fill in outcomes):
                     maps += found
                 else:
                     computed.append(path)
@@ -299,11 +267,11 @@ class _Study:
         if not tables:
             return {}
         bits, count = self.bits[name], self._count(name)
-        digit_bits, offset = _digits(self.raw[name], bits)
+        digit_bits, offset = digits_of(self.raw[name].dtype, bits)
         blank = self._run({name: self._constant(name, offset)})
-        decoders = {path: _Decoder(blank.storages[path], bits, count, digit_bits, offset, table) for path, table in tables.items()}
+        decoders = {path: PositionDecoder(blank.storages[path], bits, count, digit_bits, offset, table) for path, table in tables.items()}
         for number in range(-(-count.bit_length() // digit_bits)):
-            run = self._run({name: self._digits_of_positions(name, number, digit_bits, offset)})
+            run = self._run({name: digit_fill(self._words(name), bits, number, digit_bits, offset, self.device)})
             for path, decoder in decoders.items():
                 decoder.add(number, run.storages[path])
         return {path: decoder.maps(path) for path, decoder in decoders.items()}
@@ -314,22 +282,24 @@ class _Study:
         for value in range(1, 16):
             run = self._run({name: self._constant(name, value)})
             for path in paths:
-                values[path][value] = _changed_values(run.storages[path], neutral.storages[path])
-        return {path: _complete_table(found) for path, found in values.items()}
+                values[path][value] = changed_values(run.storages[path], neutral.storages[path])
+        return {path: complete_table(found) for path, found in values.items()}
 
     def wrong_in_random_run(self, maps: Mapping[str, Sequence[UnitMap]]) -> set[Path]:
         """Fill all parameters with random values, and return the results that the maps do not predict."""
-        fills = {name: self._random(name, 99, all_at_once=True) for name in self.raw if self._is_float(name) or name in maps}
+        fills = {name: self._random(name, 99, is_mild=True) for name in self.raw if self._is_float(name) or name in maps}
         run = self._run(fills)
         wrong: set[Path] = set()
         for name, found in maps.items():
             for path in {each.path for each in found}:
                 same = [each for each in found if each.path == path]
-                if path not in run.storages or not _is_predicted(same, run.storages[path], fills[name]):
+                if path not in run.storages or not is_predicted(same, run.storages[path], fills[name]):
                     wrong.add(path)
         return wrong
 
-    # Values of raw parameters, as the bytes of their storages
+    def _words(self, name: str) -> int:
+        """Return the number of words of a raw parameter."""
+        return self._count(name) // 2 if self.bits[name] == 4 else self._count(name)
 
     def _count(self, name: str) -> int:
         """Return the number of units of a raw parameter."""
@@ -338,50 +308,18 @@ class _Study:
     def _is_float(self, name: str) -> bool:
         return bool(self.raw[name].dtype.is_floating_point)
 
-    def _constant(self, name: str, value: int) -> torch.Tensor:
-        bits = self.bits[name]
-        if bits == 4:
-            return torch.full((self._count(name) // 2,), value * 17, dtype=torch.uint8, device=self.device).view(torch.int8)
-        return torch.full((self._count(name),), value, dtype=getattr(torch, f"int{bits}"), device=self.device)
+    def _constant(self, name: str, value: int) -> Fill:
+        return constant_fill(self._words(name), self.bits[name], value, self.device)
 
-    def _digits_of_positions(self, name: str, number: int, digit_bits: int, offset: int) -> torch.Tensor:
-        """Return a digit of each position. Positions count from 1, so that each differs from a constant in some digit."""
-        bits, count = self.bits[name], self._count(name)
-        filled = self._constant(name, 0)
-        for start in range(0, count, _PIECE):
-            end = min(count, start + _PIECE)
-            digits = torch.arange(start + 1, end + 1, device=self.device) >> (digit_bits * number)
-            digits &= (1 << digit_bits) - 1
-            if bits == 4:
-                filled[start // 2 : end // 2] = (digits[::2] | (digits[1::2] << 4)).to(torch.uint8).view(torch.int8)
-            else:
-                filled[start:end] = (digits + offset).to(filled.dtype)
-        return filled
-
-    def _random(self, name: str, seed: int, *, all_at_once: bool = False) -> torch.Tensor:
-        """Return random bits that are finite numbers. Scales are positive; with `all_at_once` they are small powers of two."""
-        raw, bits = self.raw[name], self.bits[name]
-        generator = torch.Generator(device=self.device).manual_seed(seed + sum(name.encode()))
-        if all_at_once and raw.dtype.is_floating_point and "scale" in name:
-            powers = torch.randint(-3, 4, (_storage_elements(raw),), generator=generator, device=self.device)
-            return _bit_view(_power_of_two(powers, raw.dtype))
-        count = _storage_elements(raw) * raw.element_size()
-        random = torch.randint(0, 256, (count,), generator=generator, device=self.device, dtype=torch.uint8)
-        if raw.dtype.is_floating_point or "scale" in name:
-            high = random.view(-1, raw.element_size())[:, -1]
-            if raw.element_size() == 1 and "scale" in name:  # for e4m3 and for e8m0
-                high.bitwise_and_(0x3F).add_(0x3A)
-            elif raw.element_size() == 1:  # neither NaN nor zero
-                high.copy_((high & 0x80) | (high & 0x7F).clamp(1, 0x7A))
-            else:
-                high.bitwise_and_(0x3F if "scale" in name else 0xBF)
-                if "scale" in name:
-                    high.bitwise_or_(0x30).bitwise_and_(0x3B)  # neither huge nor tiny
-        return random.view(getattr(torch, f"int{max(bits, 8)}"))
+    def _random(self, name: str, seed: int, *, is_mild: bool = False) -> Fill:
+        """Return random values. The seed also depends on the name, so that two parameters never have the same values."""
+        seed += 1000 * sum(number * letter for number, letter in enumerate(name.encode(), 1))
+        bits, dtype, is_scale = self.bits[name], self.raw[name].dtype, "scale" in name
+        return random_fill(self._words(name), bits, dtype, seed, self.device, is_scale=is_scale, is_mild=is_mild)
 
     # Running the processing
 
-    def _run(self, fills: Mapping[str, torch.Tensor]) -> _Run:
+    def _run(self, fills: Mapping[str, Fill]) -> _Run:
         shell = self._shell(fills)
         self.runs += 1
         process(shell, self.config)
@@ -398,155 +336,15 @@ class _Study:
                 found.storages[path] = value
         return found
 
-    def _shell(self, fills: Mapping[str, torch.Tensor]) -> Any:
+    def _shell(self, fills: Mapping[str, Fill]) -> Any:
         """Return a copy of the module whose raw parameters have these values, or neutral ones."""
         shell = make_shell(self.module)
         for name, tensor in raw_of(shell).items():
-            memory = storage_units(tensor, 8)
             if name in fills:
-                memory.copy_(fills[name].view(torch.int8)[: memory.numel()])
-            elif tensor.is_floating_point():
-                ones = _power_of_two(torch.zeros(_storage_elements(tensor), device=self.device), tensor.dtype)
-                memory.copy_(_bit_view(ones).view(torch.int8))
+                fills[name].write(storage_units(tensor, self.bits[name]))
             else:
-                memory.zero_()
+                storage_units(tensor, 8 * tensor.element_size()).fill_(neutral_value(tensor.dtype))
         return shell
-
-
-class _Decoder:
-    """Decodes where the positions of one parameter are in one storage."""
-
-    def __init__(
-        self, blank: torch.Tensor, bits: int, count: int, digit_bits: int, offset: int, table: tuple[int, ...] | None = None
-    ) -> None:
-        self._bits, self._count, self._digit_bits, self._offset = bits, count, digit_bits, offset
-        self._units = blank.untyped_storage().nbytes() * 8 // bits
-        kind = torch.int32 if max(count, self._units) < 2**31 - 2 else torch.int64
-        self._positions = torch.zeros(self._units, dtype=kind, device=blank.device)
-        self._moved = torch.zeros(self._units, dtype=torch.bool, device=blank.device)
-        self._is_good = True
-        self._blank = blank
-        """The result of a run in which all digits are 0."""
-        self._table = table
-        self._back = None if table is None else torch.tensor([table.index(value) for value in range(16)], device=blank.device)
-
-    def add(self, number: int, after: torch.Tensor) -> None:
-        """Take the result of a run with one digit of each position."""
-        for start in range(0, self._units if self._is_good else 0, _PIECE):
-            end = start + _PIECE
-            values = _values(after, self._bits, start, end)
-            moved = values != _values(self._blank, self._bits, start, end)
-            if self._back is not None:
-                values = self._back[values]
-            digits = values - self._offset
-            outside = (digits < 0) | (digits >= 1 << self._digit_bits)
-            self._is_good &= not bool((moved & outside).any())
-            self._moved[start:end] |= moved
-            self._positions[start:end] += torch.where(outside, 0, digits << (self._digit_bits * number)).to(self._positions.dtype)
-
-    def maps(self, path: Path) -> list[UnitMap]:
-        """Return the maps for this storage. An empty list means that its values are computed. Call it once."""
-        if not self._is_good or not bool(self._moved.any()):
-            return []
-        for _, sources in self._places():
-            if bool((sources < 0).any()) or bool((sources >= self._count).any()):
-                return []
-        found: list[UnitMap] = []
-        for _ in range(_MOST_COPIES):
-            where = torch.full((self._count,), self._units, dtype=self._positions.dtype, device=self._positions.device)
-            for places, sources in self._places():
-                where.scatter_reduce_(0, sources, places.to(where.dtype), "amin")
-            where.masked_fill_(where == self._units, -1)
-            nests = fit(where)
-            if nests is None:
-                return []
-            found.append(UnitMap(path, self._bits, tuple(nests), self._table))
-            for places, sources in self._places():  # a unit that processing repeats has further places
-                self._moved[places[where[sources] == places]] = False
-            if not bool(self._moved.any()):
-                return found
-        return []
-
-    def _places(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the places of units that were moved, and the units, in pieces, because both have 8 bytes for each of them."""
-        for start in range(0, self._units, _PIECE):
-            places = torch.nonzero(self._moved[start : start + _PIECE]).flatten() + start
-            yield places, self._positions[places].to(torch.int64) - 1
-
-
-def _is_predicted(maps: Sequence[UnitMap], result: torch.Tensor, fill: torch.Tensor, neutral: torch.Tensor | None = None) -> bool:
-    """Return whether a result has the values of `fill` where the maps say, and those of `neutral` everywhere else, if it is given."""
-    bits = maps[0].unit_bits
-    memory, source = storage_units(result, bits), fill
-    rest = None if neutral is None else storage_units(neutral, bits)
-    if bits == 4:
-        memory, source, rest = _halves(memory), _halves(source), None if rest is None else _halves(rest)
-    expected = None if rest is None else rest.clone()
-    for each in maps:
-        table = None if each.table is None else torch.tensor(each.table, dtype=torch.int8, device=memory.device)
-        values = source if table is None else table[source.long()]
-        for nest in each.nests:
-            moved = Nest(nest.sizes, (), nest.sources, 0, nest.source_start).view(values)
-            if expected is not None:
-                nest.view(expected).copy_(moved)
-            elif not torch.equal(nest.view(memory), moved):
-                return False
-    return expected is None or torch.equal(memory, expected)
-
-
-def _changed_values(after: torch.Tensor, before: torch.Tensor) -> set[int]:
-    """Return the 4-bit values of all units that differ."""
-    found: set[int] = set()
-    for start in range(0, after.untyped_storage().nbytes() * 2, _PIECE):
-        now, then = (_values(each, 4, start, start + _PIECE) for each in (after, before))
-        found |= set(now[now != then].unique().tolist())
-    return found
-
-
-def _complete_table(values: Mapping[int, set[int]]) -> tuple[int, ...] | None:
-    """Return what each 4-bit value becomes, given the values that all but 0 become. None if it is not one value each."""
-    if any(len(each) != 1 for each in values.values()):
-        return None
-    known = {value: min(each) for value, each in values.items()}
-    left = set(range(16)) - set(known.values())
-    return (left.pop(), *(known[value] for value in range(1, 16))) if len(left) == 1 else None
-
-
-def _halves(memory: torch.Tensor) -> torch.Tensor:
-    """Return the 4-bit halves of bytes, the low one first."""
-    return torch.stack([memory & 15, (memory >> 4) & 15], dim=1).view(-1)
-
-
-def _values(tensor: torch.Tensor, bits: int, start: int, end: int) -> torch.Tensor:
-    memory = storage_units(tensor, bits)
-    if bits == 4:
-        return _halves(memory[start // 2 : end // 2]).to(torch.int64)
-    return memory[start:end].to(torch.int64)
-
-
-def _digits(tensor: torch.Tensor, bits: int) -> tuple[int, int]:
-    """Return the number of bits of a position that one value can carry, and the value for 0. All values are positive finite numbers."""
-    if bits == 4:
-        return 4, 0
-    if not tensor.dtype.is_floating_point:
-        return (6, 0x20) if bits == 8 else (12, 0)
-    if tensor.dtype == getattr(torch, "float8_e8m0fnu", None):
-        return 6, 0x40
-    return {8: (6, 0x10), 16: (12, 0x1000), 32: (20, 0x38000000), 64: (30, 0x3F00000000000000)}[bits]
-
-
-def _power_of_two(exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype == getattr(torch, "float8_e8m0fnu", None):
-        return (exponents + 127).to(torch.uint8).view(dtype)
-    return torch.exp2(exponents.to(torch.float32)).to(dtype)
-
-
-def _bit_view(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(getattr(torch, f"int{dtype_of(tensor).width}"))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return storage_units(tensor, 8).view(torch.uint8)
 
 
 def _storage_elements(tensor: torch.Tensor) -> int:
