@@ -29,9 +29,10 @@ from deltawire.delta.encode import DeltaSummary, encode_many
 from deltawire.events import Event
 from deltawire.publish.batches import batches_of_quantised
 from deltawire.publish.quantising import Quantising, quantise, quantise_segments
-from deltawire.publish.upload.segments import cut_segments
+from deltawire.publish.upload.segments import cut_segments, part_of_state
 from deltawire.store.memory import MemoryStore
 from deltawire.tensors.bits import State
+from deltawire.tensors.columns import in_columns
 
 DEVICE = torch.device("cuda", 0)
 ROWS, COLUMNS = 14336, 4096
@@ -96,9 +97,10 @@ class Model:
         self.layout = quantising.layout_of(self.masters)
         self.table = quantising.table_of(self.layout)
         self.segments = cut_segments(self.table.sizes)
-        self.published: dict[str, Any] = {}
+        published: dict[str, Any] = {}
         for index in range(len(self.segments)):
-            self.published |= self.quantise([index], None, written=True)
+            published |= self.quantise([index], None, written=True)
+        self.published: Any = in_columns(published)  # as a publisher has them
         self._random = random
         self.update()
 
@@ -110,18 +112,20 @@ class Model:
     def names(self, index: int) -> Sequence[str]:
         return self.table.names_of(self.segments[index])
 
-    def quantise(self, batch: Sequence[int], previous: dict[str, Any] | None, *, written: bool) -> State:
+    def quantise(self, batch: Sequence[int], previous: Any, *, written: bool) -> State:
         names = [name for index in batch for name in self.names(index)]
         make = quantise if written else quantise_segments
         return make(self.layout, names, self.masters, previous)
+
+    def part(self, state: Any, index: int) -> Any:
+        return part_of_state(state, self.table, self.segments[index])
 
     def delta(self, batches: Sequence[Sequence[int]]) -> list[tuple[bytes, DeltaSummary]]:
         """Return the deltas of all segments, as `upload_update` makes them."""
         found = []
         for batch in batches:
             new = self.quantise(batch, self.published, written=False)
-            pairs = [({name: self.published[name] for name in self.names(i)}, {name: new[name] for name in self.names(i)}) for i in batch]
-            found += encode_many(pairs)
+            found += encode_many([(self.part(self.published, index), self.part(new, index)) for index in batch])
         return found
 
 
@@ -160,7 +164,7 @@ def publish(model: Model, recipe: str, *, skips: bool, profiles: bool = False) -
 
     With `skips`, publications encode deltas back, too. Skips themselves are made on a thread while no publication is measured.
     """
-    model.published.clear()
+    model.published = None
     torch.cuda.empty_cache()
     phases: list[dict[str, float]] = []
 

@@ -16,16 +16,18 @@ from support import bits_of, copied, publisher_arguments
 
 import deltawire
 from deltawire.chain.maintenance.verify import verify
-from deltawire.errors import LimitExceeded, NonFiniteWeights, UnquantisableWeight
+from deltawire.errors import CommitOutcomeUnknown, LimitExceeded, NonFiniteWeights, UnquantisableWeight
 from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.publish import append, background
 from deltawire.publish.publisher import Publisher
+from deltawire.publish.upload import data_objects
 from deltawire.quantise import Recipe
 from deltawire.quantise.quantise import quantise_state
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
 from deltawire.subscribe import Subscriber, pull, reading_mirror
 from deltawire.tensors.pending_state import PendingState
+from deltawire.testing.faulty_store import After, Before, FaultyStore, call
 from deltawire.warnings import LayoutChanged, QuantizationConfigMissing, RecipeChanged
 
 RECIPES = ["fp8-block", "nvfp4", "int4"]
@@ -274,6 +276,31 @@ def test_the_foreground_holds_one_segment_besides_the_baseline(monkeypatch):
             chain.publish(masters.step())
     assert len(alive) > 10
     assert max(most) == 0
+
+
+def test_the_commit_does_not_wait_for_the_last_deltas_back(monkeypatch):
+    """They are encoded in the call itself, after the commit. If its outcome is unknown, they are kept until it is known."""
+    inner, encoded, encode = MemoryStore(), [], data_objects._deltas_back
+    monkeypatch.setattr(data_objects, "_deltas_back", lambda *all: encoded.append(len(list(inner.list("commit/")))) or encode(*all))
+    monkeypatch.setattr("deltawire.store.create_rule._FIRST_PAUSE", 0.0)
+    slot = "commit/00000000000000000003"
+    store = FaultyStore(inner, [After(call("put_if_absent", slot), "unknown", times=5), Before(call("get", slot), "unavailable", times=5)])
+    masters = Masters()
+    states = [masters.step() for _ in range(6)]
+    with publisher(store, segment_bytes=1 << 30) as chain:
+        for number, state in enumerate(states):
+            given = copied(state)
+            if number == 2:
+                with pytest.raises(CommitOutcomeUnknown):
+                    chain.publish(given)
+            else:
+                chain.publish(given)
+            for array in given.values():
+                array[...] = 0  # the caller may do what it likes with them afterwards
+    assert encoded == [3, 4, 5, 6, 7]  # the fence, the versions before, and the version itself
+    assert_same(versions(inner), quantised(states))
+    skips = [json.loads(inner.get(info.key, limit=1 << 20)) for info in inner.list("skip/")]
+    assert [(skip["base"]["seq"], skip["target"]["seq"]) for skip in skips] == [(1, 5)]  # over the version that was in doubt
 
 
 def test_the_background_makes_no_copy_besides_the_quantised_one(monkeypatch):

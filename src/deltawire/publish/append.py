@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
@@ -50,9 +50,16 @@ class Unsettled:
     """The caller's state. It is dropped when the call ends."""
     arrays: Arrays | None
     """The publisher's own copy of the state, if it has one."""
-    reverse: Mapping[int, bytes] | None = None
-    """The deltas back by segment, if they are known already."""
+    make_reverse: Callable[[], Mapping[int, bytes]] | None = None
+    """Returns the deltas back by segment, if they are wanted. It reads the caller's state, so it is dropped when the call ends."""
     seconds: dict[str, float] = field(default_factory=dict)
+    reverse: Mapping[int, bytes] | None = None
+    """The deltas back, once they are made."""
+
+    def encode_back(self) -> None:
+        """Make the deltas back, if they are wanted and not made yet."""
+        if self.make_reverse is not None:
+            self.reverse, self.make_reverse = self.make_reverse(), None
 
 
 class Appender:
@@ -124,9 +131,13 @@ class Appender:
             self._unsettled = unsettled = self._delta(publication) or self._checkpoint(publication, self._attached)
             unsettled.seconds["before_commit"] = time.perf_counter() - began
             self.settle()
+        except CommitOutcomeUnknown:
+            if self._unsettled is not None:
+                self._unsettled.encode_back()  # the caller's state may have changed when the outcome is known
+            raise
         finally:
             if self._unsettled is not None:
-                self._unsettled.state = None
+                self._unsettled.state = self._unsettled.make_reverse = None
         assert self.version is not None
         return self.version
 
@@ -218,7 +229,7 @@ class Appender:
             "wait": update.wait_seconds,
         }
         as_published = state if layout is None else None
-        return Unsettled(attempt, update.after, update.deltas, as_published, _owned(publication), update.reverse, seconds)
+        return Unsettled(attempt, update.after, update.deltas, as_published, _owned(publication), update.make_reverse, seconds)
 
     def _quantised(
         self, publication: Publication, layout: QuantisedLayout, segments: Sequence[Segment], *, keeps_codes: bool
@@ -306,6 +317,7 @@ class Appender:
         elif landed.state is not None:
             baseline.move_by_copy(landed.state, landed.deltas, at, landed.digest, size, remember=self._options.skips)
         else:
+            landed.encode_back()
             with contextlib.suppress(DeltaError, StateError):  # the baseline is not intact then, and is rebuilt before its next use
                 baseline.move_by_deltas(landed.deltas, at, landed.digest, landed.reverse, size)
 

@@ -154,7 +154,7 @@ class PartsAppender:
                 return None
             source = publication.make_parts(baseline.parts)
             together(self._ranks, lambda: baseline.move_to_device(source.located, self._device))  # noqa: B023
-            update, answers = self._upload(baseline, source, seq)
+            update, reverse, answers = self._upload(baseline, source, seq)
             if any(answer is None for answer in answers):
                 return None
             if all(answer["sound"] for answer in answers):
@@ -170,21 +170,24 @@ class PartsAppender:
         for answer in answers:
             difference += Digest.from_hex(answer["difference"])
         changed = sum(answer["changed"] for answer in answers)
-        self._pending = _Pending(division, update.after, update.deltas, source.whole, update.reverse)
+        self._pending = _Pending(division, update.after, update.deltas, source.whole, reverse)
         answer = self._by_first(lambda first: first.commit_delta(publication, files, difference, changed))
         self._finish(answer)
         return update.size
 
-    def _upload(self, baseline: PartsBaseline, source: PartsSource, seq: int) -> tuple[Update | None, list[Any]]:
-        """Encode and upload this process's parts. Returns the update, and what all processes report."""
+    def _upload(
+        self, baseline: PartsBaseline, source: PartsSource, seq: int
+    ) -> tuple[Update | None, Mapping[int, bytes] | None, list[Any]]:
+        """Encode and upload this process's parts. Returns the update, its deltas back, and what all processes report."""
         update: Update | None = None
+        reverse: Mapping[int, bytes] | None = None
 
         def make(indices: Sequence[int]) -> State:
             names = [name for index in indices for name in baseline.table.names_of(baseline.segments[index])]
             return source.make(names, may_be_unwritten=True)
 
         def encode() -> dict[str, Any] | None:
-            nonlocal update
+            nonlocal update, reverse
             update = upload_update(
                 self._location(seq),
                 baseline,
@@ -197,6 +200,8 @@ class PartsAppender:
             )
             if update is None:
                 return None
+            if update.make_reverse is not None:  # now, because the weights may change before the outcome of the commit is known
+                reverse = update.make_reverse()
             if self._first is not None:
                 scanned = sum(segment.raw for segment in baseline.segments)
                 self._first.observe(sent=update.size, seconds=update.upload_seconds, scanned=scanned, scan_seconds=update.encode_seconds)
@@ -208,7 +213,7 @@ class PartsAppender:
             }
 
         answers = together(self._ranks, encode)
-        return update, answers
+        return update, reverse, answers
 
     def _append_checkpoint(self, publication: PartsPublication, seq: int) -> int:
         """Append a full checkpoint. Returns the bytes that this process uploaded."""

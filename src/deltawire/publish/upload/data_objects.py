@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from ...delta.encode import encode_many
@@ -100,14 +101,13 @@ class Uploads:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The uploaded deltas of a state over the baseline. `deltas` has the same bytes by segment; unchanged segments have none.
-
-    `reverse` has deltas back to the baseline, if they were asked for.
-    """
+    """The uploaded deltas of a state over the baseline. `deltas` has the same bytes by segment; unchanged segments have none."""
 
     files: tuple[FileEntry, ...]
     deltas: Mapping[int, bytes]
-    reverse: Mapping[int, bytes] | None
+    make_reverse: Callable[[], Mapping[int, bytes]] | None
+    """Returns deltas back to the baseline, by segment, if they were asked for. It encodes those of the last batch, so that the commit need
+    not wait for them. Call it once, while the weights and the baseline are as they were."""
     before: Digest
     after: Digest
     changed: int
@@ -164,7 +164,7 @@ def upload_update(
     batches
         Which segments are made and encoded together: all of them, in order. None: one at a time. A GPU waits for the host between batches.
     wants_reverse
-        Whether deltas back to the baseline are encoded, too.
+        Whether deltas back to the baseline are wanted, too (`Update.make_reverse`).
     """
     uploads = Uploads(location.pool)
     deltas: dict[int, bytes] = {}
@@ -172,14 +172,19 @@ def upload_update(
     before, after = Digest(), Digest()
     changed = size = 0
     making = encoding = 0.0
+    last: Callable[[], dict[int, bytes]] | None = None
     try:
         for batch in [[index] for index in range(len(baseline.segments))] if batches is None else batches:
             start = time.perf_counter()
+            if last is not None:  # while its deltas are uploaded, and before the weights of this batch are made
+                reverse |= last()
+                last = None
+            begin = time.perf_counter()
             new = state if segments_of is None else segments_of(batch)
             made = time.perf_counter()
             encoded = encode_many([(baseline.part(index), baseline.part_of(new, index)) for index in batch], threads=threads)
-            making += made - start
-            encoding += time.perf_counter() - made
+            making += made - begin
+            encoding += time.perf_counter() - made + begin - start
             changing: list[int] = []
             for index, (delta, summary) in zip(batch, encoded, strict=True):
                 before += summary.before
@@ -193,17 +198,21 @@ def upload_update(
                         uploads.abandon()
                         return None
                     uploads.start_delta(location, delta, baseline.segments[index])
-            if wants_reverse:  # while the deltas are uploaded
-                start = time.perf_counter()
-                back = encode_many([(baseline.part_of(new, index), baseline.part(index)) for index in changing], threads=threads)
-                reverse |= {index: delta for index, (delta, _) in zip(changing, back, strict=True)}
-                encoding += time.perf_counter() - start
+            if wants_reverse:
+                last = partial(_deltas_back, baseline, new, changing, threads)
             del new
         files, uploading = uploads.finish()
     except BaseException:
         uploads.abandon()
         raise
-    return Update(files, deltas, reverse if wants_reverse else None, before, after, changed, making, encoding, uploading, uploads.waited)
+    make_reverse = (lambda: reverse | (last() if last is not None else {})) if wants_reverse else None
+    return Update(files, deltas, make_reverse, before, after, changed, making, encoding, uploading, uploads.waited)
+
+
+def _deltas_back(baseline: Segmented, new: State, changing: Sequence[int], threads: int | None) -> dict[int, bytes]:
+    """Return the deltas of some segments from a new state back to the baseline."""
+    back = encode_many([(baseline.part_of(new, index), baseline.part(index)) for index in changing], threads=threads)
+    return {index: delta for index, (delta, _) in zip(changing, back, strict=True)}
 
 
 @dataclass(slots=True)
