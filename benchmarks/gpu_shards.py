@@ -3,9 +3,9 @@
     python benchmarks/gpu_shards.py                                  # two ranks share one NVIDIA GPU
     python benchmarks/gpu_shards.py --device cpu --elements 2e6      # without a GPU
 
-Ranks hold rows of each weight, and the cuts go through blocks. They communicate by gloo. Times are those of the slower rank for one call of
-`publish`, by the clock of the host: the first version, which is a full checkpoint, and the median of the others. `peak` is the most memory
-of the GPU that a rank used beside its shards, as a share of their published bytes.
+Ranks hold rows of each weight, and by default the cuts go through blocks (`--rows`). They communicate by gloo. Times are those of the
+slower rank for one call of `publish`, by the clock of the host: the first version, which is a full checkpoint, and the median of the
+others. `peak` is the most memory of the GPU that a rank used beside its shards, as a share of their published bytes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 
 CONFIG = {"config.json": b"{}"}
 VERSIONS = 5
-ROWS, COLUMNS = 4168, 4096
-"""Half of these rows is no multiple of 128."""
+COLUMNS = 4096
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--elements", type=float, default=2e8, help="the number of weights")
+    arguments.add_argument("--rows", type=int, default=4168, help="the rows of a weight; with 4096, two ranks do not cut through blocks")
     arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--device", default="cuda")
     arguments.add_argument("--modes", default="bf16,fp8-block,nvfp4,int4", help="bf16, or recipes")
@@ -150,8 +150,8 @@ def _weights(given: argparse.Namespace) -> dict[str, Any]:
 
     random = torch.Generator(given.device).manual_seed(1)
     columns = COLUMNS if given.elements >= 1e8 else 256
-    layers = max(1, round(given.elements / (ROWS * columns)))
-    shapes = {f"model.layers.{layer}.mlp.down_proj.weight": (ROWS, columns) for layer in range(layers)}
+    layers = max(1, round(given.elements / (given.rows * columns)))
+    shapes = {f"model.layers.{layer}.mlp.down_proj.weight": (given.rows, columns) for layer in range(layers)}
     shapes |= {"model.embed_tokens.weight": (1000, columns), "model.norm.weight": (columns,)}
     return {name: torch.randn(shape, device=given.device, generator=random).mul_(0.02) for name, shape in shapes.items()}
 
