@@ -102,8 +102,9 @@ def missing_parts() -> list[str]:
             missing.append(path)
             continue
         missing += [f"{path}.{name}" for name in names if not hasattr(found, name)]
-        if module == "reload.types" and hasattr(found, names[0]) and "restore_metadata" not in found.LayerReloadingInfo.__annotations__:
-            missing.append(f"{path}.LayerReloadingInfo.restore_metadata")
+        if module == "reload.types" and hasattr(found, names[0]):
+            fields = found.LayerReloadingInfo.__annotations__
+            missing += [f"{path}.LayerReloadingInfo.{name}" for name in ("restore_metadata", "restore_device") if name not in fields]
     return missing
 
 
