@@ -258,7 +258,7 @@ def test_a_server_without_a_mirror_loads_checkpoints_from_the_store_and_fetches_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, recipe = CASES["int4"]
-    chain = Chain(tmp_path / "chain", model, recipe)
+    chain = Chain(tmp_path / "chain", model, recipe, versions=5)
     state = model.state()
     train(state, np.random.default_rng(9), 0.5)
     (tmp_path / "other").mkdir()
@@ -266,19 +266,19 @@ def test_a_server_without_a_mirror_loads_checkpoints_from_the_store_and_fetches_
     loaded = load_model(other)
     before = memory(loaded.model)
     backend = start_backend(loaded, spool=str(tmp_path / "spool"), url=chain.url)
-    first, second, third = (commit.seq for commit in chain.commits)
+    first, second, third, _, fifth = (commit.seq for commit in chain.commits)
     with loaded.active():
-        refused = backend.swap(second)  # it has no full checkpoint
+        refused = backend.swap(99)
         assert (refused["outcome"], refused["seq"]) == ("refused", None)
-        assert f"Load version 1 (commit {first}) first" in refused["error"]
+        assert "the chain has no commit 99" in refused["error"]
         assert not difference(memory(loaded.model), before)
-        for seq, anew in ((first, 1), (second, 0), (third, 0)):
+        for seq, anew in ((second, 1), (third, 0), (fifth, 0)):  # a checkpoint and a delta; a delta; two deltas
             backend.prepare(seq)
             answer = backend.swap(seq)
             assert (answer["outcome"], answer["seq"], loads_in(answer)) == ("made", seq, anew), answer["error"]
-        assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[2]).model))
+            assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[seq - first]).model))
 
-        from deltawire.engines.vllm import loading
+        from deltawire.engines.vllm import cold_start
 
         def cut_short(*arguments: Any, **options: Any) -> Any:
             tensors = stream(*arguments, **options)
@@ -286,12 +286,12 @@ def test_a_server_without_a_mirror_loads_checkpoints_from_the_store_and_fetches_
             tensors.close()
             raise ConnectionError("the store is gone")
 
-        stream = loading.stream_anchor
-        monkeypatch.setattr(loading, "stream_anchor", cut_short)
+        stream = cold_start.stream_anchor
+        monkeypatch.setattr(cold_start, "stream_anchor", cut_short)
         answer = backend.swap(first, anew=True)
         assert (answer["outcome"], answer["seq"], answer["quarantined"]) == ("quarantined", None, True)
         assert "the store is gone" in answer["error"]
-        monkeypatch.setattr(loading, "stream_anchor", stream)
+        monkeypatch.setattr(cold_start, "stream_anchor", stream)
         answer = backend.swap(first, anew=True)
         assert (answer["outcome"], answer["quarantined"], loads_in(answer)) == ("made", False, 1), answer["error"]
         assert backend.swap(second)["outcome"] == "made"

@@ -76,3 +76,12 @@ def test_a_server_follows_a_chain_in_its_live_memory(
         assert answer.outcome == "made", answer
         assert all(worker["last"]["loaded_anew"] == 0 for worker in answer.workers)
         assert server.routes.checksums() == runtime_hashes(run.state, ranks)
+
+    # The same server without a sidecar: the workers fetch deltas, and load a full checkpoint, from the store.
+    server.routes.initialise({"spool": str(run.folder / "other-spool"), "url": run.store})
+    for anew in (False, True):
+        version = run.publish()
+        answer = server.routes.swap(version.seq, str(version.seq), KvCache.DROP, anew=anew)
+        assert answer.outcome == "made", answer
+        assert [worker["last"]["loaded_anew"] for worker in answer.workers] == [int(anew)] * ranks
+        assert server.routes.checksums() == runtime_hashes(run.state, ranks)

@@ -10,7 +10,7 @@ from ..chain.reader_options import ReaderOptions
 from ..chain.restore import Hop
 from ..chain.routes import Routes
 from ..chain.walk_route import taking, walk_route
-from ..errors import VersionGone, VersionUnknown
+from ..errors import VersionUnknown
 from ..events import OnEvent
 from ..format.records.record_parts import CommitRef
 from ..format.records.version_records import Commit
@@ -19,7 +19,7 @@ from .chain_view import ChainView
 from .delta_spool import DeltaSpool, SpooledHop
 from .sync_context import SyncContext
 
-_KEPT_HOPS = 2
+KEPT_HOPS = 2
 """Hops that stay in the spool: the one that was taken last, and the one before, which another engine of this host may still need."""
 
 
@@ -74,27 +74,24 @@ class FetchingSpool(DeltaSpool):
                 return None
             with taking(hops[0]):
                 put = self.put(hops[0], context)
-            self.keep_only(_KEPT_HOPS)
+            self.keep_only(KEPT_HOPS)
             return put
 
         return walk_route(context.routes, lambda: context.routes.find(base, target), take)
 
-    def checkpoint(self, seq: int) -> tuple[Hop, SyncContext]:
-        """Return the full checkpoint of a version, and a sync that can fetch its shards (`shard`).
-
-        Raises `VersionGone` if the version has none: a route from an older checkpoint leads there.
+    def route(self, have: CommitRef | None, seq: int) -> tuple[Sequence[Hop], SyncContext]:
+        """Return the hops that lead to a version, and the sync in which they were found. It can fetch them (`put`, `shard`).
 
         Parameters
         ----------
+        have
+            The commit that the reader has. None for a route that begins with a full checkpoint.
         seq
             The number of the version's commit.
         """
         target = self._version(seq)
         context = self._context()
-        hop = context.routes.find(None, target)[0]
-        if hop.target.seq != seq:
-            raise VersionGone(f"{target.describe()} has no full checkpoint.", hint=f"Load {hop.target.describe()} first, which has one.")
-        return hop, context
+        return context.routes.find(have, target), context
 
     def _version(self, seq: int) -> Commit:
         target = self._chain.version_at(self._chain.head(), seq)

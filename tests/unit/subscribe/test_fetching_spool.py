@@ -10,7 +10,7 @@ from spooled_chain import directory_chain, grown_chain
 from toy_chain import first_state
 
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.errors import DataDamaged, VersionGone, VersionUnknown
+from deltawire.errors import DataDamaged, VersionUnknown
 from deltawire.events import Event
 from deltawire.subscribe.delta_spool import DeltaSpool, SpooledHop
 from deltawire.subscribe.fetching_spool import FetchingSpool
@@ -67,18 +67,17 @@ def test_a_hop_that_is_damaged_in_the_store_is_an_error_until_it_is_repaired(tmp
     assert DeltaSpool(tmp_path).hop(chain.ref(3), 4) == found
 
 
-def test_a_worker_finds_the_full_checkpoint_of_a_version_that_has_one(tmp_path: Path) -> None:
+def test_a_worker_finds_a_route_from_its_version_or_from_a_full_checkpoint(tmp_path: Path) -> None:
     chain = grown_chain()
     spool = FetchingSpool(tmp_path, chain.store, options=ReaderOptions(patience=0))
-    hop, context = spool.checkpoint(1)
-    assert hop.files == chain.commits[1].files
-    with pytest.raises(VersionGone, match=r"version 3 \(commit 3\) has no full checkpoint. Load version 1"):
-        spool.checkpoint(3)
-    shortcut = chain.add_anchor(3)
-    hop, context = spool.checkpoint(3)
-    assert hop.files == shortcut.files
+    hops, context = spool.route(None, 3)
+    assert [(hop.base, hop.target.seq) for hop in hops] == [(None, 1), (1, 2), (2, 3)]
     with spool.loading():
-        path = spool.shard(hop, hop.files[0], context)
-        assert path.read_bytes() == chain.store.get(hop.files[0].key, limit=1 << 20)
+        path = spool.shard(hops[0], hops[0].files[0], context)
+        assert path.read_bytes() == chain.store.get(hops[0].files[0].key, limit=1 << 20)
+    assert spool.put(hops[1], context).target == chain.commits[2]
+    hops, _ = spool.route(chain.ref(2), 4)
+    assert [hop.target.seq for hop in hops] == [3, 4]
+    assert spool.route(chain.ref(4), 4)[0] == []
     with pytest.raises(VersionUnknown):
-        spool.checkpoint(9)
+        spool.route(None, 9)

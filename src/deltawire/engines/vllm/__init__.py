@@ -16,6 +16,7 @@ In vLLM's processes, in the order in which an update passes through them:
     ranks.py          what the workers tell each other
     element_map.py    where a model keeps the elements of a checkpoint; writes changed elements there
     loading.py        loads weights through the model's own loaders: single tensors, or everything anew
+    cold_start.py     brings workers to a version with nothing but the store
     kept_bases.py     one copy on the host of the tensors that workers cannot read from their own memory
     read_back.py      reads weights back through the same loaders, and compares them
     layout/           learns where a worker keeps the elements of a chain's tensors, from vLLM's own loaders and processing

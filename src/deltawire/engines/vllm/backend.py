@@ -13,9 +13,8 @@
 the weights where they are (live_updates.py). Nothing is loaded, and a failed write is undone. The status says whether updates are made
 this way (`live`), and if not, `why_not`. All other updates come from the mirror, or from the store if there is none.
 
-**Loading from the store.** With a spool and a URL, but without a mirror, an update that must load everything streams a full checkpoint
-from the store, shard by shard (loading.py). The version must have a full checkpoint; later ones are reached by deltas. The digest of the
-loaded weights is compared with that of the version.
+**Loading from the store.** With a spool and a URL, but without a mirror, workers fetch deltas themselves. An update that must load
+everything streams a full checkpoint from the store, shard by shard, and continues with deltas (cold_start.py).
 
 **What an update from the mirror writes.** Usually it writes only the elements that changed, at the positions where the model's loaders
 have put them (element_map.py). It loads everything in these cases: it is the first update after the start, because the version that the
@@ -40,6 +39,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,9 @@ from ...format.records.canonical import Fields
 from ...format.records.record_parts import CommitRef
 from ...subscribe.delta_spool import DeltaSpool
 from ...subscribe.fetching_spool import FetchingSpool
-from ...subscribe.tensor_table import TensorSpec, TensorTable, read_tensor_table, write_table
+from ...subscribe.tensor_table import TensorSpec, TensorTable
 from . import OLDEST_VLLM, loading
+from .cold_start import ColdStart
 from .element_map import ElementMap, MappedChanges
 from .kept_bases import KeptBases
 from .layout.types import ModuleRule, Scatter
@@ -67,7 +68,7 @@ from .ranks import failed_ranks, raises_for_all
 from .read_back import read_back
 from .recompute import process_again, recompute
 from .staging import Change, HeldVersion, StagedUpdate, Stager
-from .update_types import Outcome
+from .update_types import Outcome, SwapOutcome
 
 logger = init_logger("vllm.deltawire")
 
@@ -138,8 +139,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._live: HeldVersion | None = None
         self._weights: LiveWeights | None = None
         self._updates: LiveUpdates | None = None
-        self._store: FetchingSpool | None = None
-        """The chain, if full checkpoints are loaded from the store."""
+        self._cold_start: ColdStart | None = None
+        """Loads versions from the store. None if they come from a mirror, or only from the spool."""
         self._is_staging_live = False
         """Whether the last update that was prepared is decoded against live memory."""
         self._bases: KeptBases | None = None
@@ -175,11 +176,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if init_info.mirror is not None:
             self._stager = Stager(Path(init_info.mirror), init_info.url, options, init_info.threads, self._map_changes)
         if init_info.spool is not None:
-            self._weights = self._live_weights(init_info)
-            folder = Path(init_info.spool)
-            if init_info.url is not None and init_info.mirror is None:
-                self._store = FetchingSpool(folder, init_info.url, options=options)
-            self._updates = LiveUpdates(self._weights, DeltaSpool(folder) if self._store is None else self._store)
+            self._start_live_updates(init_info, Path(init_info.spool), options)
         self._info = init_info
 
     def start_weight_update(self) -> None:
@@ -195,13 +192,10 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         began = time.perf_counter()
         staged, self._error = None, None
         if self._updates is not None and not failed_ranks(update_info.anew or not self._is_live(update_info.seq)):
-            found = self._swap_live(update_info.seq)
-            if found != "made":
-                kind = EngineQuarantined if found == "quarantined" else EngineRefused
-                self._raise(kind, f"the workers did not take commit {update_info.seq}")
+            self._finish_swap(self._updates.swap(update_info.seq), update_info.seq)
             return
-        if self._store is not None:
-            self._load_from_store(self._store, update_info.seq)
+        if self._cold_start is not None:
+            self._finish_swap(self._cold_start.bring(update_info.seq, anew=update_info.anew), update_info.seq)
             return
         try:
             staged = self._take(update_info)
@@ -248,9 +242,9 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if self._updates is not None:
             self._updates.close()
             self._updates = None
-        if self._store is not None:
-            self._store.close()
-            self._store = None
+        if self._cold_start is not None:
+            self._cold_start.close()
+            self._cold_start = None
         self._info = None
 
     # /collective_rpc calls the next methods. They never raise, because that would confuse vLLM's executor (see `raises_for_all`)
@@ -291,7 +285,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         seq
             The number of the version's commit.
         """
-        self._is_staging_live = self._is_live(int(seq))
+        self._is_staging_live = self._is_ready() if self._cold_start is not None else self._is_live(int(seq))  # the staging thread fetches
         if self._updates is not None and self._is_staging_live:
             self._updates.prepare(int(seq))
         elif self._stager is not None:
@@ -349,6 +343,16 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
 
     # Updates of live memory
 
+    def _start_live_updates(self, info: InitInfo, folder: Path, options: ReaderOptions) -> None:
+        self._weights = self._live_weights(info)
+        if info.url is None or info.mirror is not None:
+            self._updates = LiveUpdates(self._weights, DeltaSpool(folder))
+            return
+        spool = FetchingSpool(folder, info.url, options=options)
+        self._updates = LiveUpdates(self._weights, spool)
+        assert self._bases is not None
+        self._cold_start = ColdStart(self._updates, spool, self._bases, partial(loading.load_tensors, self.model, self.model_config))
+
     def _live_weights(self, info: InitInfo) -> LiveWeights:
         """Return the weights with new settings. Their layout and version stay."""
         threads = 1 if info.threads is None and self.device.type == "cpu" else info.threads
@@ -395,61 +399,27 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         assert self._weights.layout is not None
         return process_again(self.model, self.vllm_config, self._weights.layout, rule, read)
 
+    def _is_ready(self) -> bool:
+        """Return whether an update can be decoded against live memory, if there is one."""
+        return self._updates is not None and self._updates.is_ready and not self._is_quarantined
+
     def _is_live(self, seq: int) -> bool:
         """Return whether this worker decodes an update against live memory. If only the mirror has the version, it does not."""
-        if self._updates is None or not self._updates.is_ready or self._is_quarantined:
+        if self._updates is None or not self._is_ready():
             return False
-        return self._stager is None or self._updates.offers(seq)
+        return (self._stager is None and self._cold_start is None) or self._updates.offers(seq)
 
-    def _swap_live(self, seq: int) -> Outcome:
-        assert self._updates is not None
-        found = self._updates.swap(seq)
-        self._error, self._last = found.error, {**found.times, "loaded_anew": 0}
-        if found.outcome == "quarantined":
-            self._is_quarantined = True
-        if found.outcome != "refused" and self._live is not None and self._stager is not None:
-            self._stager.release(self._live)  # the mirror's version is no longer that of the weights
-            self._live = None
-        return found.outcome
-
-    # A full checkpoint from the store
-
-    def _load_from_store(self, spool: FetchingSpool, seq: int) -> None:
-        """Load a full checkpoint shard by shard, together with all other workers. Raises, in the last worker, if any worker failed."""
-        found = None
-        try:
-            hop, context = spool.checkpoint(seq)
-            table = read_tensor_table(context, hop)
-            write_table(spool.table_path, table)
-            found = loading.stream_anchor(hop, context, loading.module_order(table), spool=spool)
-        except Exception as error:
-            self._record(error)
-        assert self._updates is not None
-        if not failed_ranks(found is None):
-            self._updates.learn(spool.table_path)
-            self._error = self._updates.why_not
-        if failed := failed_ranks(found is None or self._error is not None):
-            self._raise(EngineRefused, f"workers {failed} cannot load commit {seq} from the store: nothing was changed")
-            return
-        assert found is not None
-        self._updates.forget()
-        began = time.perf_counter()
-        try:
-            loading.load_tensors(self.model, self.model_config, found if self._bases is None else self._bases.watch(found))
-        except Exception as error:
-            self._record(error)
-        loaded = time.perf_counter()
-        if not (failed := failed_ranks(self._error is not None)):
-            self._updates.adopt(context.log.ref(hop.target))
-            if self._updates.weights.version is None:
-                self._error = f"after loading, the weights do not have the digest of {hop.target.describe()}."
-            failed = failed_ranks(self._error is not None)
-        confirm_ms = (time.perf_counter() - loaded) * 1e3
-        self._last = {"write_ms": (loaded - began) * 1e3, "confirm_ms": confirm_ms, "loaded_anew": 1}
-        self._is_quarantined = bool(failed)
-        if failed:
-            self._updates.forget()
-            self._raise(EngineQuarantined, f"workers {failed} failed to load commit {seq} from the store")
+    def _finish_swap(self, found: SwapOutcome, seq: int) -> None:
+        """Note what became of an update that did not come from the mirror. Raises, in the last worker, if it was not made."""
+        self._error, self._last = found.error, {"loaded_anew": 0, **found.times}
+        if found.outcome != "refused":
+            self._is_quarantined = found.outcome == "quarantined"
+            if self._live is not None and self._stager is not None:
+                self._stager.release(self._live)  # the mirror's version is no longer that of the weights
+                self._live = None
+        if found.outcome != "made":
+            kind = EngineQuarantined if found.outcome == "quarantined" else EngineRefused
+            self._raise(kind, f"the workers did not take commit {seq}")
 
     # An update from the mirror
 
