@@ -49,6 +49,7 @@
     │   ├── Fenced                  another publisher has taken over the run
     │   ├── CommitOutcomeUnknown    the commit may or may not have landed; the next call finds out
     │   ├── NonFiniteWeights        some weights are NaN or infinite, and are refused
+    │   ├── CloseTimeout            the store did not answer in time when the publisher was closed
     │   ├── RecipeMissing           the chain is quantised, and `deltawire publish` was not told how to continue it
     │   └── PublisherClosed         the publisher was closed
     ├── MirrorError                 a mirror directory cannot be used
@@ -414,6 +415,15 @@ class NonFiniteWeights(PublishError):
     hint = (
         "Find the training step that made them, and go back to a checkpoint from before it. To publish them anyway, pass "
         "refuse_nonfinite=False, or --allow-nonfinite on the command line."
+    )
+
+
+class CloseTimeout(PublishError):
+    """A publisher was closed, and versions that it had accepted were not published in time. They may still be, while the process runs."""
+
+    hint = (
+        "Check that calls of the store return. If the store is only slow, pass a longer WriterOptions(close_timeout=...). "
+        "A new Publisher continues from the newest version in the chain."
     )
 
 

@@ -133,6 +133,17 @@ def test_publishing_needs_the_right_run_and_a_checkpoint(chain: Path, checkpoint
     assert succeed("log", chain)["head"] == before  # no publisher was fenced off
 
 
+def test_a_quantised_chain_is_continued_only_if_the_command_says_how(tmp_path: Path) -> None:
+    save_file({"a.q_proj.weight": np.ones((40, 64), np.float32)}, tmp_path / "model.safetensors")
+    publish = ["publish", tmp_path / "model.safetensors", tmp_path / "chain"]
+    succeed(*publish, "--quantise", "fp8-block")
+    newest = succeed("log", tmp_path / "chain")["versions"]
+    for options in [[], ["--dry-run"], ["--full"], ["--resume-from", 1]]:
+        assert "--quantise none" in fail(*publish, *options, kind="RecipeMissing")
+    assert succeed("log", tmp_path / "chain")["versions"] == newest
+    assert succeed(*publish, "--quantise", "none", "--dry-run")["kind"] == "anchor"
+
+
 def test_weights_are_quantised_on_request(tmp_path: Path) -> None:
     random = np.random.default_rng(3)
     weights = [{"a.q_proj.weight": random.standard_normal((40, 64)).astype(np.float32), "norm.weight": np.ones(9, np.float32)}]
@@ -149,11 +160,6 @@ def test_weights_are_quantised_on_request(tmp_path: Path) -> None:
     assert (planned["kind"], planned["changed"]) == (second["kind"], second["changed"])
     assert (second["kind"], second["elements"], second["weight_bytes"]) == ("delta", 40 * 64 + 1 + 9, 40 * 64 + 4 + 18)
     assert not succeed("publish", folders[1], tmp_path / "chain", "--quantise", "fp8-block", "--if-changed")["published"]
-    newest = succeed("log", tmp_path / "chain")["versions"]
-    for options in [[], ["--dry-run"], ["--full"], ["--resume-from", 1]]:
-        assert "--quantise none" in fail("publish", folders[1], tmp_path / "chain", *options, kind="RecipeMissing")
-    assert succeed("log", tmp_path / "chain")["versions"] == newest
-    assert succeed("publish", folders[1], tmp_path / "chain", "--quantise", "none", "--dry-run")["kind"] == "anchor"
     assert (planned["recipe"]["name"], planned["quantised"], planned["elements"]) == ("fp8-block", 40 * 64, 40 * 64 + 9)
     [warning] = succeed("publish", folders[1], tmp_path / "chain", "--quantise", "fp8-tensor")["warnings"]
     assert "fp8-block (release 1)" in warning

@@ -16,7 +16,7 @@ from support import bits_of, copied, publisher_arguments
 
 import deltawire
 from deltawire.chain.maintenance.verify import verify
-from deltawire.errors import CommitOutcomeUnknown, LimitExceeded, NonFiniteWeights, UnquantisableWeight
+from deltawire.errors import CheckpointError, CommitOutcomeUnknown, LimitExceeded, NonFiniteWeights, UnquantisableWeight
 from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.publish import append, background
 from deltawire.publish.publisher import Publisher
@@ -331,8 +331,21 @@ def test_a_layer_that_cannot_be_quantised_is_refused_before_the_chain_changes():
     assert len(read_commits(store)) == 1
     with pytest.raises(ValueError, match="there is no recipe"):
         publisher(store, quantise="fp7")
+
+
+def test_a_recipe_that_a_version_cannot_record_is_refused():
     with pytest.raises(LimitExceeded, match="shorter patterns"):
-        publisher(store, quantise=Recipe("fp8-block", ignore=tuple(f"layer.{i}" for i in range(2000))))
+        publisher(MemoryStore(), quantise=Recipe("fp8-block", ignore=tuple(f"layer.{i}" for i in range(2000))))
+
+
+@pytest.mark.parametrize("config", [b"{", b"[1]", b"\xff"])
+def test_a_config_that_cannot_say_how_weights_are_quantised_is_refused(config):
+    store, masters = MemoryStore(), Masters()
+    with publisher(store, attachments={"config.json": b"{}"}) as chain:
+        chain.publish(masters.step())
+    with publisher(store, attachments={"config.json": config}) as chain, pytest.raises(CheckpointError, match=r"^config\.json "):
+        chain.publish(masters.step())
+    assert [commit["kind"] for commit in read_commits(store)] == ["fence", "anchor", "fence"]
 
 
 def test_other_tensors_of_the_same_recipe_are_reported_as_before():

@@ -19,7 +19,7 @@ from deltawire import Subscriber
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.errors import StoreUnavailable
+from deltawire.errors import CloseTimeout, StoreUnavailable
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.quantise.quantise import quantise_state
 from deltawire.store import open_store
@@ -209,6 +209,31 @@ def test_an_error_in_the_background_is_raised_once(seen):
         assert publisher.publish(weights, step=1).result(60).step == 1
         publisher.publish(weights, step=2)
     assert publisher.version.step == 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_close_says_that_a_part_is_not_published_if_the_store_never_answers():
+    import torch
+
+    from deltawire.trainers import FSDPPublisher
+
+    reached, free = threading.Event(), threading.Event()
+
+    class Stuck(MemoryStore):
+        def put(self, key, data, **options):
+            reached.set()
+            assert free.wait(LONGEST)
+            super().put(key, data, **options)
+
+    publisher = FSDPPublisher(Stuck(), background=True, options=WriterOptions(threads=1, close_timeout=0.01))
+    pending = publisher.publish({"x": torch.arange(300.0, dtype=torch.bfloat16)})
+    assert reached.wait(LONGEST)
+    with pytest.raises(CloseTimeout, match=r"within 0\.01 seconds, so rank 0's part of a version is not published"):
+        publisher.close()
+    publisher.close()
+    assert not pending.done()
+    free.set()
+    pending._event.wait(LONGEST)  # its thread ends before the process group does
 
 
 @pytest.mark.usefixtures("alone")

@@ -156,7 +156,7 @@ def _of_this_process(found: WeakKeyDictionary[_Kept, int]) -> list[_Kept]:
 def warn_lost(what: str, reason: str, on_event: OnEvent | None, *, raised: BaseException | None = None) -> None:
     """Warn that a version which `publish` accepted is not in the chain. `raised` is the error that ended the `with` block, if any."""
     if raised is None:
-        advice = "Use `with Publisher(...)`, which waits as long as it takes and raises errors."
+        advice = "Use `with Publisher(...)`, which waits longer (WriterOptions.close_timeout) and raises errors."
     else:
         advice = f"This failed while the `with` block was being left because of {type(raised).__name__}, which is raised as well."
     warn(

@@ -16,6 +16,7 @@ from ..events import OnEvent, emit
 from ..tensors.bits import State
 from ..tensors.gpu_handover import GpuHandover
 from .at_exit import finish_at_exit, forget, wait_at_exit
+from .closing import Closing
 from .publication import Publication
 from .quantising import quantise, refuse_nonfinite_sources
 from .snapshots import SnapshotMemory, copy_tensors
@@ -120,7 +121,7 @@ class BackgroundQueue:
         self._waiting: _Snapshot | None = None
         self._publishing: _Snapshot | None = None
         self._is_following_up = False
-        self._closing = False
+        self._closing = self._is_abandoned = False
         self._error: BaseException | None = None
         self._failed: PendingVersion | None = None
         """The publication that failed with the error."""
@@ -182,7 +183,7 @@ class BackgroundQueue:
             self._changed.wait_for(self._is_idle, seconds)
 
     def _is_idle(self) -> bool:
-        return self._waiting is None and self._publishing is None and not self._is_following_up
+        return self._is_abandoned or (self._waiting is None and self._publishing is None and not self._is_following_up)
 
     def unpublished(self) -> str:
         """Name the submitted states that are not published and whose error was not raised. Returns an empty string if there is none."""
@@ -191,13 +192,22 @@ class BackgroundQueue:
             handles += [snapshot.handle for snapshot in (self._publishing, self._waiting) if snapshot is not None]
         return " and ".join(dict.fromkeys(handle.name for handle in handles if handle is not None))
 
-    def close(self) -> None:
-        """Publish what was submitted, and end the thread. Then raise errors as `submit` does."""
+    def close(self, closing: Closing | None = None) -> None:
+        """Publish what was submitted, and end the thread. Then raise errors as `submit` does.
+
+        Raises `CloseTimeout` if that takes longer than `closing` allows. Nothing waits for the thread then.
+        """
+        closing = closing or Closing(None)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(closing.left)
         forget(self)
+        if self._thread.is_alive() and (what := self.unpublished()):
+            with self._changed:
+                self._is_abandoned = True
+                error = self._error
+            raise closing.timeout(what) from error
         self._raise_error()
 
     def _run(self) -> None:

@@ -35,6 +35,7 @@ from .attachments.model_files import TokenizerFiles, files_of_model
 from .attachments.quantised_config import CONFIG
 from .attachments.read_files import Attachments, CollectedFiles, read_attachments
 from .background import BackgroundQueue, PendingVersion
+from .closing import Closing
 from .commits import check_meta, check_step
 from .publication import Publication
 from .quantising import QuantisedConfig, Quantising
@@ -73,9 +74,9 @@ class Publisher:
     versions already, the publisher first reads the newest one back, so that the next one is a delta over it. If that fails, it raises
     before it fences anyone off.
 
-    Use `with`. On leaving the block, the publisher publishes everything that it accepted, also if the block raises. A background publisher
-    that is never closed does so when the process ends; after two minutes it gives up and warns (`VersionsLost`). A process that is killed
-    loses the versions that are not published yet.
+    Use `with`. On leaving the block, the publisher publishes everything that it accepted, also if the block raises. If that takes longer
+    than `WriterOptions.close_timeout`, it raises `CloseTimeout`. A background publisher that is never closed publishes when the process
+    ends; after two minutes it gives up and warns (`VersionsLost`). A process that is killed loses the versions that are not published yet.
 
     The publisher keeps one copy of the state; with `background` two, or three if the store is slower than training. Several threads may use
     a publisher, one at a time. `deltawire.warnings` lists the warnings that a publisher gives.
@@ -170,17 +171,16 @@ class Publisher:
             chain.require_files()
             self._config = QuantisedConfig(self._quantising, chain if attachments is None else None)
             self._writer = chain.fence()
-            uploads = opened.enter_context(UploadPool(_STREAMS, "deltawire-upload"))
+            # Shortcuts have a pool of their own, so that their uploads never delay a version.
+            uploads, beside = UploadPool(_STREAMS, "deltawire-upload"), UploadPool(2, "deltawire-shortcut")
+            self._pools = [opened.enter_context(pool) for pool in (uploads, beside)]
             attached = chain.attached(self._writer, on_event)
             self._appender = Appender(self._writer, attached, uploads, self._memory, options, starts_full=starts_full, on_event=on_event)
             if reads_back:
                 self._appender.resume(resume_from_seq, state)
             del state
             self._follow_newest(chain, has_step=resume_from_seq is None)
-            # Shortcuts have a pool of their own, so that their uploads never delay a version.
-            shortcuts = ShortcutWriter(
-                self._store, opened.enter_context(UploadPool(2, "deltawire-shortcut")), self._writer.run, self.epoch, options
-            )
+            shortcuts = ShortcutWriter(self._store, beside, self._writer.run, self.epoch, options)
             garbage = None if options.auto_collect is None else self._collect_garbage
             self._jobs = JobThread("deltawire-upkeep")
             opened.callback(self._jobs.close)
@@ -283,8 +283,9 @@ class Publisher:
     def close(self) -> None:
         """Publish everything that was accepted, finish the shortcuts that are due, and release all resources. It may be called twice.
 
-        Raises background errors that were not raised yet, after everything is closed. If a signal handler calls it in the middle of
-        `publish`, it returns at once; the publisher closes when that publication ends.
+        Raises background errors that were not raised yet, after everything is closed. Raises `CloseTimeout` if the store does not finish
+        within `WriterOptions.close_timeout`. If a signal handler calls it in the middle of `publish`, it returns at once; the
+        publisher closes when that publication ends.
         """
         self._close(settle=True)
 
@@ -408,11 +409,15 @@ class Publisher:
                 self._close_afterwards = True
                 return
             self._closed = True
+        closing = Closing(self._options.close_timeout)
         with self._opened:
-            if self._background is not None:
-                self._background.close()
-            if settle:
-                self._appender.settle()
+            try:
+                if self._background is not None:
+                    self._background.close(closing)
+                if settle:
+                    self._appender.settle()
+            finally:
+                closing.end_threads(self._jobs, self._pools, self.version, self._on_event)
 
     def _check_open(self) -> None:
         if self._closed:

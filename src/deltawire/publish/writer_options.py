@@ -46,6 +46,10 @@ class WriterOptions:
         Tensors are encoded and uploaded in groups of about this many bytes. Smaller groups overlap better; larger ones make fewer objects.
     shard_bytes
         Largest size of one safetensors file in a full checkpoint. A single tensor may exceed it.
+    close_timeout
+        How many seconds `close`, or the end of a `with` block, waits for the store. Then it raises `CloseTimeout`, which names the versions
+        that are not published. If only skips or anchors are not done, it gives them up with an event `shortcut-failed`. The time limit is
+        for a `Store` of your own with a call that never returns: calls of the other stores end by themselves. None: no limit.
     store
         Says how the store is reached if the writer is given a URL. An open `Store` has its own options. See `StoreOptions`.
     """
@@ -59,6 +63,7 @@ class WriterOptions:
     threads: int | None = None
     segment_bytes: int = SEGMENT_BYTES
     shard_bytes: int = SHARD_BYTES
+    close_timeout: float | None = 3600.0
     store: StoreOptions = field(default_factory=StoreOptions)
 
     def __post_init__(self) -> None:
@@ -69,6 +74,8 @@ class WriterOptions:
             raise ValueError("trusted_keys are for a publisher that signs: give it a signing_key, too")
         if self.auto_collect is not None and not (math.isfinite(self.auto_collect) and self.auto_collect >= 0):
             raise ValueError("auto_collect is a finite number of seconds, at least 0")
+        if self.close_timeout is not None and not self.close_timeout > 0:
+            raise ValueError("close_timeout is a positive number of seconds, or None")
         if self.segment_bytes < 1 or self.shard_bytes < 1:
             raise ValueError("segment_bytes and shard_bytes must be at least 1")
 

@@ -236,11 +236,21 @@ class FSDPPublisher:
         return f"rank {self._ranks.rank}'s part of a version" if is_busy else ""
 
     def close(self) -> None:
-        """Finish the background publication, and release all resources. All ranks call it. It may be called twice."""
+        """Finish the background publication, and release all resources. All ranks call it. It may be called twice.
+
+        Raises `CloseTimeout` if the store does not finish this rank's part within `WriterOptions.close_timeout`.
+        """
+        closing = self._publisher.start_closing()
+        if self._thread is not None:
+            self._thread.join(closing.left)
+        forget(self)
+        if what := self.unpublished():  # its thread may be talking to the other ranks
+            self._thread = self._pending = None
+            self._publisher.abandon(closing)
+            raise closing.timeout(what)
         try:
             self._wait_for_version(None)
         finally:
-            forget(self)
             self._publisher.close()
 
     def __enter__(self) -> FSDPPublisher:

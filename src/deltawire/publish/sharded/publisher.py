@@ -22,6 +22,7 @@ from ..advice import Advice
 from ..attachments.model_files import TokenizerFiles
 from ..attachments.quantised_config import CONFIG
 from ..attachments.read_files import Attachments, CollectedFiles, read_attachments
+from ..closing import Closing
 from ..commits import check_meta, check_step
 from ..quantising import Quantising
 from ..shortcuts.job_thread import JobThread
@@ -108,6 +109,7 @@ class ShardedPublisher:
         on_event: OnEvent | None = None,
     ) -> None:
         options = options or WriterOptions()
+        self._close_timeout = options.close_timeout
         self._ranks = ranks
         self._attachments = CollectedFiles(attachments if ranks.rank == 0 else None)
         self._has_attachments = attachments is not None and ranks.rank == 0
@@ -159,6 +161,7 @@ class ShardedPublisher:
             # Shortcuts have a channel and a pool of their own, so that they never delay a version.
             beside = ranks.another_channel()
             pool = opened.enter_context(UploadPool(2, "deltawire-shortcut"))
+            self._pools = [self._pool, pool]
             self._jobs = JobThread("deltawire-upkeep")
             opened.callback(self._jobs.close)
             shortcuts = SharedShortcuts(beside, first, self._store, pool, self.epoch, self._jobs, options, makes_skips=opening["skips"])
@@ -272,13 +275,36 @@ class ShardedPublisher:
     def close(self) -> None:
         """Find out whether the last commit landed, finish the skips and anchors that are due, and release all resources.
 
-        All processes call it. It may be called twice.
+        All processes call it. It may be called twice. After `WriterOptions.close_timeout` it gives up skips and anchors that are not done.
         """
         if self._closed:
             return
         self._closed = True
+        closing = self.start_closing()
         with self._opened:
-            self._appender.settle(None)
+            try:
+                self._appender.settle(None)
+            finally:
+                closing.end_threads(self._jobs, self._pools, self.version, self._on_event)
+
+    def start_closing(self) -> Closing:
+        """Return the time that closing may take. It begins now."""
+        return Closing(self._close_timeout)
+
+    def abandon(self, closing: Closing) -> None:
+        """Release all resources, and do not talk to other processes: they may have died, or wait for something else.
+
+        Parameters
+        ----------
+        closing
+            The time that is left to wait for uploads.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._jobs.abandon()  # it may be waiting for a process that has died
+        with self._opened:
+            closing.end_threads(self._jobs, self._pools, self.version, self._on_event)
 
     def __enter__(self) -> ShardedPublisher:
         return self
@@ -286,10 +312,8 @@ class ShardedPublisher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         if error is None:
             self.close()
-        elif not self._closed:  # other processes may have died or wait for something else, so do not talk to them
-            self._closed = True
-            self._jobs.abandon()  # it may be waiting for a process that has died
-            self._opened.close()
+        else:
+            self.abandon(self.start_closing())
 
     def _require_run(self, run_id: str) -> None:
         """Raise `RunMismatch` if this process sees another run than the first: directories and `memory://` may differ by machine."""

@@ -30,7 +30,7 @@ class UploadPool(Executor):
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._unfinished: set[Future[Any]] = set()
-        self._is_shut_down = False
+        self._is_shut_down = self._is_abandoned = False
         ending = weakref.finalize(self, _end, self._tasks, threads)  # ends the threads when the pool is garbage: no more tasks can come
         ending.atexit = False
         wait_at_exit(self)
@@ -61,14 +61,26 @@ class UploadPool(Executor):
                 future.cancel()
         if is_first:
             _end(self._tasks, len(self._threads))
-        if wait:
+        if wait and not self._is_abandoned:
             for thread in self._threads:
                 thread.join()
 
-    def wait_until_idle(self, seconds: float) -> None:
-        """Return when every task is done, or after this many seconds."""
+    def finish(self, seconds: float | None) -> None:
+        """Accept no more tasks, and wait until all are done, or for this many seconds. Then abandon them: nothing waits for them any more.
+
+        A task that runs continues until it ends by itself, or the process ends. The others are cancelled.
+        """
+        self.shutdown(wait=False)
         with self._lock:
             unfinished = list(self._unfinished)
+        if wait(unfinished, seconds).not_done:
+            self._is_abandoned = True
+            self.shutdown(wait=False, cancel_futures=True)
+
+    def wait_until_idle(self, seconds: float) -> None:
+        """Return when every task is done or abandoned, or after this many seconds."""
+        with self._lock:
+            unfinished = [] if self._is_abandoned else list(self._unfinished)
         wait(unfinished, seconds)
 
 
