@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from loaded_models import LoadedModel, load_model, publish, read_checkpoint
+from loaded_models import LoadedModel, import_vllm, load_model, publish, read_checkpoint
 from model_memory import addresses, difference, memory
 from tiny_checkpoints import State, TinyMla, TinyModel, train
 
@@ -196,6 +196,7 @@ def test_without_a_part_of_vllm_nothing_is_mapped(
 
 
 def test_the_installed_vllm_has_all_parts_that_learning_uses() -> None:
+    import_vllm()
     from deltawire.engines.vllm.layout import loader_copies, processing_map
 
     assert loader_copies.missing_parts() == []
@@ -203,6 +204,7 @@ def test_the_installed_vllm_has_all_parts_that_learning_uses() -> None:
 
 
 def test_a_vllm_without_these_parts_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_vllm()
     from vllm.model_executor.layers import attention
     from vllm.model_executor.model_loader.reload import layerwise
 

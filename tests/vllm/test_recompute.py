@@ -123,6 +123,7 @@ def torch_bytes() -> Any:
 
 
 def test_the_installed_vllm_says_where_experts_are_moved() -> None:
+    import_vllm()
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
 
     assert "moe_parallel_config" in FusedMoEConfig.__annotations__
