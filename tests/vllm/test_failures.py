@@ -85,7 +85,7 @@ def test_an_update_that_fails_half_way_in_one_worker_is_reported_and_never_serve
     run.publish(changed=False)
     faults = tmp_path / "faults.json"
     server = serve(run.checkpoint, ranks=2, environment={"DELTAWIRE_TEST_FAULTS": str(faults)}).wait()
-    sidecar = follow(server.url, run.store, run.mirror)
+    sidecar = follow(server.url, run.store, run.mirror, "--updates", "mirror")
     version = run.publish()
     wait_until(lambda: is_at(server, version.seq), "a version before the fault")
 
@@ -112,6 +112,30 @@ def test_an_update_that_fails_half_way_in_one_worker_is_reported_and_never_serve
         wait_until(lambda: [report.state for report in read_reports(store, chain)] == [SERVING], "a report")
     version = run.publish()
     wait_until(lambda: is_at(server, version.seq), "a version after the fault")
+    assert server.routes.checksums() == runtime_hashes(run.state, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_delta_that_one_worker_cannot_write_is_undone_in_all_of_them(
+    rank: int, tmp_path: Path, start_run: Callable, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
+) -> None:
+    run = start_run(DENSE)
+    run.publish(changed=False)
+    faults = tmp_path / "faults.json"
+    server = serve(run.checkpoint, ranks=2, environment={"DELTAWIRE_TEST_FAULTS": str(faults)}).wait()
+    before = run.publish()
+    sidecar = follow(server.url, run.store, run.mirror)
+    wait_until(lambda: is_at(server, before.seq), "a version before the fault")
+    hashes = runtime_hashes(run.state, 2)
+
+    faults.write_text(json.dumps({"apply": [rank]}))
+    version = run.publish()
+    wait_until(lambda: bool(sidecar.events("swap-failed")), f"a failure: {sidecar.log_tail()}")
+    assert f"worker {rank}: RuntimeError: injected" in sidecar.events("swap-failed")[0]["reason"]
+    assert server.routes.checksums() == hashes
+    assert is_at(server, before.seq)  # it generates with the version before
+    faults.unlink()
+    wait_until(lambda: is_at(server, version.seq), "the version, after the fault")
     assert server.routes.checksums() == runtime_hashes(run.state, 2)
 
 

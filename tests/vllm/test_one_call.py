@@ -104,6 +104,7 @@ def test_each_token_has_the_label_of_the_version_that_made_it(
     assert [version_of(token) for token in early[0]] == [0, 0, 0]  # this request came before the first version
     assert server.routes.checksums() == runtime_hashes(run.state, ranks)
     swaps = [event.fields for event in events if event.name == "swapped"]
+    assert [swap["loaded_anew"] for swap in swaps] == [1] + [0] * (len(swaps) - 1)
     assert [swap["http_calls"] for swap in swaps] == [1] * len(swaps)
     assert len(swaps) == len(numbers)
     assert all(swap["preempted"] == 0 for swap in swaps if swap["kv_cache"] == "keep")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from deltawire.engines.http_session import http_session
 from deltawire.engines.vllm.readiness import ReadinessRoute
 from deltawire.engines.vllm.routes import EngineUnreachable, RouteFailed, SwapAnswer
 from deltawire.engines.vllm.sidecar import QUARANTINED_LABEL, Sidecar
-from deltawire.errors import EngineAsleep, EngineError, EngineQuarantined, EngineRefused, EngineUnavailable, SwapFailed
+from deltawire.errors import EngineAsleep, EngineError, EngineQuarantined, EngineRefused, EngineUnavailable, StoreUnavailable, SwapFailed
 from deltawire.events import Event
 from deltawire.store import open_store
+from deltawire.subscribe.tensor_table import load_table
 
 
 class ServerDouble:
@@ -33,8 +34,12 @@ class ServerDouble:
     """
 
     def __init__(self) -> None:
+        self.hashes: Callable[[int], str] = str
+        """Returns the hash of a commit."""
         self.one_call = False
         self.answers: list[str] = []
+        self.is_live: bool | None = None
+        """Whether deltas can be decoded against the live weights. None if the workers do not know of this."""
         self.asleep = self.held = False
         self.leases: list[tuple[float, bool]] = []
         self.restart()
@@ -53,6 +58,9 @@ class ServerDouble:
             "error": None,
             "last": {},
         }
+        self.commit: str | None = None
+        self.started_with: int | None = None
+        """The version whose weights the server was started with."""
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -72,12 +80,26 @@ class ServerDouble:
         if "status after a swap" in self.lost and self.calls and self.calls[-1].startswith("swap"):
             raise EngineUnreachable("no answer.")
         core = {"one_call": self.one_call, "paused": self.paused, "asleep": self.asleep, "held": self.held}
+        if self.is_live is not None:
+            core |= {"live": self.is_live, "why_not": None if self.is_live else "of its layout", "commit": self.commit}
         return [{**self.worker, **core}, {**self.worker, **core}]
+
+    def learn(self, table: Path) -> list[dict[str, Any]]:
+        assert load_table(table)["w"].shape == (100,)
+        self._note("learn")
+        return self.status()
+
+    def adopt(self, commit: dict[str, Any]) -> list[dict[str, Any]]:
+        self._note(f"adopt {commit['seq']}")
+        if commit["seq"] == self.started_with:
+            self.worker["seq"], self.commit = commit["seq"], commit["commit"]
+        return self.status()
 
     def swap(self, seq: int, label: str, kv_cache: KvCache, *, anew: bool = False) -> SwapAnswer:
         outcome = self.answers.pop(0) if self.answers else "made"
         if outcome == "made":
             self.worker |= {"seq": seq, "quarantined": False, "error": None}
+            self.commit = self.hashes(seq) if self.is_live else None
             self.name, self.paused, self.held = label, self.paused and not (anew or self.held), False
         elif outcome == "quarantined":
             self.worker |= {"seq": None, "quarantined": True, "error": "half-way"}
@@ -136,6 +158,7 @@ class Scene:
         self.weights = np.zeros(100, np.float32)
         self.publisher = Publisher(folder / "store")
         self.server = ServerDouble()
+        self.server.hashes = self.hash_of
         self.events: list[Event] = []
         self.sidecar = self.start()
 
@@ -145,6 +168,7 @@ class Scene:
             self.folder / "store",
             self.folder / "mirror",
             options=ReaderOptions(reader="engine"),
+            spool=self.folder / "spool",
             on_event=self.events.append,
             **options,
         )
@@ -152,6 +176,13 @@ class Scene:
     def publish(self) -> int:
         self.weights[0] += 1
         return int(self.publisher.publish({"w": self.weights}).seq)  # type: ignore[union-attr]
+
+    def hash_of(self, seq: int) -> str:
+        with open_store(self.folder / "store") as store:
+            log = ChainLog(store)
+            commit = log.read(seq)
+            assert commit is not None
+            return log.ref(commit).commit
 
     def report(self) -> Report:
         with open_store(self.folder / "store") as store:
@@ -445,3 +476,150 @@ def test_a_held_server_is_resumed_only_by_a_version(scene: Scene, is_one_call: b
     scene.server.failing = set()
     scene.sidecar.step()
     assert not scene.server.paused
+
+
+@pytest.fixture
+def live(scene: Scene) -> Scene:
+    """A scene whose server takes deltas into its live memory, and has its first version."""
+    scene.server.one_call = scene.server.is_live = True
+    scene.publish()
+    scene.sidecar.step()
+    assert scene.server.calls == ["learn", "adopt 1", "prepare", "swap drop"]  # the first version comes from the mirror
+    scene.server.calls.clear()
+    scene.events.clear()
+    return scene
+
+
+def spooled(scene: Scene) -> list[str]:
+    return sorted(path.name for path in (scene.folder / "spool").glob("hop-*.json"))
+
+
+def test_deltas_go_to_live_weights_through_the_spool_one_version_after_the_other(live: Scene) -> None:
+    before = (live.folder / "mirror").stat().st_mtime_ns
+    first = live.publish()
+    last = live.publish()
+    live.sidecar.step()
+    assert live.server.calls == ["prepare", "swap drop"] * 2
+    assert live.server.name == str(last)
+    assert spooled(live) == [f"hop-{first - 1}-{first}.json", f"hop-{first}-{last}.json"]
+    assert [event.fields["live"] for event in live.events if event.name == "swapped"] == [1, 1]
+    assert (live.folder / "mirror").stat().st_mtime_ns == before
+    assert (live.report().state, live.report().seq) == (SERVING, last)
+    for _ in range(3):
+        live.publish()
+        live.sidecar.step()
+    assert len(spooled(live)) == 2
+    live.sidecar.close()
+    assert spooled(live) == []
+
+
+def test_a_new_sidecar_goes_on_with_live_weights(live: Scene) -> None:
+    with contextlib.closing(live.start()) as again:
+        again.step()
+        assert live.server.calls == ["learn"]
+        live.publish()
+        again.step()
+    assert live.server.calls == ["learn", "prepare", "swap drop"]
+
+
+def test_a_version_of_another_chain_with_the_same_number_is_not_recognised(live: Scene) -> None:
+    live.server.commit = "0" * 64
+    seq = live.publish()
+    with contextlib.closing(live.start()) as again:
+        again.step()
+    assert live.server.calls == ["learn", f"adopt {seq}", f"adopt {seq - 1}", "swap drop anew"]
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_server_that_was_started_with_a_version_is_not_loaded_again(scene: Scene, is_held: bool) -> None:
+    scene.server.one_call = scene.server.is_live = True
+    scene.server.held = scene.server.paused = is_held
+    scene.server.started_with = scene.publish()
+    last = scene.publish()
+    scene.sidecar.step()
+    assert scene.server.calls[:5] == ["learn", f"adopt {last}", f"adopt {last - 1}", "prepare", "swap drop"]
+    assert (scene.server.name, scene.server.paused) == (str(last), False)
+    assert not (scene.folder / "mirror").exists()
+    assert [event.fields["seq"] for event in scene.events if event.name == "adopted"] == [last - 1]
+
+
+def test_a_held_server_that_was_started_with_the_newest_version_is_resumed(scene: Scene) -> None:
+    scene.server.one_call = scene.server.is_live = scene.server.held = scene.server.paused = True
+    seq = scene.server.started_with = scene.publish()
+    scene.sidecar.step()
+    assert scene.server.calls == ["learn", f"adopt {seq}", "resume"]
+    assert (scene.server.name, scene.server.paused) == (str(seq), False)
+
+
+def test_a_server_that_refuses_two_deltas_is_loaded_from_the_mirror(live: Scene) -> None:
+    seq = live.publish()
+    live.server.answers = ["refused", "refused"]
+    for _ in range(2):
+        with pytest.raises(EngineRefused):
+            live.sidecar.step()
+    live.sidecar.step()
+    assert live.server.calls == ["prepare", "swap drop"] * 2 + ["swap drop anew"]
+    assert live.server.name == str(seq)
+    live.server.calls.clear()
+    live.publish()
+    live.sidecar.step()
+    assert live.server.calls == ["prepare", "swap drop"]
+
+
+def test_live_weights_in_an_unknown_state_are_repaired_from_the_mirror(live: Scene) -> None:
+    seq = live.publish()
+    live.server.answers = ["quarantined"]
+    live.sidecar.step()
+    assert live.server.calls == ["prepare", "swap drop", "swap drop anew"]
+    assert (live.server.name, live.server.paused) == (str(seq), False)
+
+
+def test_a_spool_that_cannot_be_used_does_not_stop_updates(live: Scene) -> None:
+    spool = live.folder / "spool"
+    spool.rename(live.folder / "moved")
+    spool.write_text("not a directory")
+    seq = live.publish()
+    live.sidecar.step()
+    assert live.server.calls == ["swap drop anew"]
+    assert live.server.name == str(seq)
+    assert any(event.name == "mirror-used" for event in live.events)
+
+
+def test_a_layout_that_cannot_be_learnt_is_updated_from_the_mirror(scene: Scene) -> None:
+    scene.server.one_call, scene.server.is_live = True, False
+    for _ in range(2):
+        scene.publish()
+        scene.sidecar.step()
+    assert scene.server.calls == ["learn", "prepare", "swap drop", "prepare", "swap drop"]
+    assert [event.fields["reason"] for event in scene.events if event.name == "mirror-used"] == ["of its layout"]
+
+
+def test_a_server_that_restarts_while_the_store_is_away_gets_the_version_of_the_mirror(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StoreUnavailable("it is away")
+
+    seq = scene.publish()
+    scene.sidecar.step()
+    monkeypatch.setattr(scene.sidecar._subscriber, "_move", fail)
+    assert scene.sidecar.step() is None  # the server keeps its version
+    scene.server.restart()
+    assert scene.sidecar.step() is not None
+    assert scene.server.name == str(seq)
+
+
+def test_live_weights_go_over_fences_and_rewinds(live: Scene) -> None:
+    live.publisher.close()
+    live.publisher = Publisher(live.folder / "store")  # this writes a fence
+    seq = live.publish()
+    live.sidecar.step()
+    assert live.server.name == str(seq)
+    assert spooled(live) == [f"hop-1-{seq}.json"]
+    live.publisher.close()
+    live.publisher = Publisher(live.folder / "store", resume_from_seq=1)  # this goes back
+    live.sidecar.step()
+    assert live.sidecar.served is not None
+    assert live.server.name == str(live.sidecar.served.seq)
+    assert live.server.name != str(seq)
+    assert live.server.calls.count("swap drop anew") <= 1  # if no route leads back, the mirror has the version

@@ -90,7 +90,7 @@ def test_experts_that_are_in_place_are_patched_element_by_element(
     run.publish(changed=False)
     environment = {"DELTAWIRE_TEST_UNPACKED_EXPERTS": "1"}
     server = serve(run.checkpoint, ranks=ranks, environment=environment).wait()
-    sidecar = follow(server.url, run.store, run.mirror)
+    sidecar = follow(server.url, run.store, run.mirror, "--updates", "mirror")
     wait_until(lambda: bool(sidecar.events("swapped")), "the first version")
     for number in range(5):
         run.publish()

@@ -42,7 +42,13 @@ class SwapBy(str, enum.Enum):
     routes = "routes"
 
 
+class Updates(str, enum.Enum):
+    live = "live"
+    mirror = "mirror"
+
+
 class Confirm(str, enum.Enum):
+    auto = "auto"
     written = "written"
     everything = "everything"
 
@@ -60,9 +66,18 @@ def sidecar(
         typer.Option(
             "--mirror",
             metavar="DIR",
-            help="Keep the mirror, which the server's workers read, in this directory instead of one in ~/.cache/deltawire.",
+            help="Keep versions that are loaded in full, and their deltas, in this directory instead of one in ~/.cache/deltawire.",
         ),
     ] = None,
+    spool: Annotated[
+        Path | None,
+        typer.Option(
+            "--spool", metavar="DIR", help="Keep the next deltas in this directory instead of one in /dev/shm.", show_default=False
+        ),
+    ] = None,
+    updates: Annotated[
+        Updates, typer.Option("--updates", help="Decode deltas against the server's live weights if possible, or always use the mirror.")
+    ] = Updates.live,
     pause: Annotated[
         Pause,
         typer.Option("--pause", help="At a swap, let running requests go on afterwards, finish them first, or abort them."),
@@ -75,8 +90,11 @@ def sidecar(
         ),
     ] = Cache.drop,
     confirm: Annotated[
-        Confirm, typer.Option("--confirm", help="After each swap, read back the tensors that were written, or all tensors.")
-    ] = Confirm.written,
+        Confirm,
+        typer.Option(
+            "--confirm", help="After each swap, read back the tensors that were written, or all tensors, or what takes little time."
+        ),
+    ] = Confirm.auto,
     swap: Annotated[
         SwapBy, typer.Option("--swap", help="Swap in one call if the server can, or always by vLLM's routes, which takes longer.")
     ] = SwapBy.call,
@@ -115,6 +133,8 @@ def sidecar(
             pause=pause.value,
             kv_cache=KvCache(kv_cache.value),
             confirm=confirm.value,
+            spool=spool,
+            live=updates is Updates.live,
             one_call=swap is SwapBy.call,
             options=reader_options(run, trust, reader=name, pin=pin),
             threads=threads,
@@ -169,6 +189,10 @@ class _Listener:
             )
         elif event.name == "engine-held":
             self._notice(f"the server is not used yet: {fields['reason']}")
+        elif event.name == "adopted":
+            self._notice(f"the server was started with version {fields['updates']}")
+        elif event.name == "mirror-used":
+            self._notice(f"updates come from the mirror: {fields['reason']}")
         elif event.name == "attachments-changed":
             self._notice(f"these files changed; restart the server to use them: {fields['files']}")
         elif event.name == "repaired":

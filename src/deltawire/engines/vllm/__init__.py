@@ -28,6 +28,7 @@ In vLLM's processes, in the order in which an update passes through them:
 In the process that drives the server, which needs neither vLLM nor torch:
 
     sidecar.py        follows a chain and brings each version into the server
+    server_replica.py the weights of the server, which take updates live, from a spool of deltas, or from a mirror
     server_update.py  the server as an engine for `SwapController`: pause, update, resume
     routes.py         a client of the server's HTTP routes
     readiness.py      a route that tells load balancers whether the server serves a version of the chain

@@ -10,6 +10,7 @@ import urllib.parse
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import EngineError, EngineUnavailable
@@ -181,6 +182,14 @@ class VllmRoutes:
     def initialise(self, info: Mapping[str, Any]) -> None:
         """Tell all workers where versions come from. `InitInfo` in backend.py describes the fields."""
         self._post("/init_weight_transfer_engine", {"init_info": dict(info)})
+
+    def learn(self, table: Path) -> list[dict[str, Any]]:
+        """Let all workers learn where they keep the tensors of a chain, which the file of a table names. Returns their status."""
+        return self.call_workers("deltawire_learn", str(table.absolute()))
+
+    def adopt(self, commit: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Let all workers take their weights for those of a commit (`CommitRef.plain`), if the digest is right. Returns their status."""
+        return self.call_workers("deltawire_adopt", dict(commit))
 
     def prepare(self, seq: int) -> list[dict[str, Any]]:
         """Let all workers begin to stage a version. Returns their status."""

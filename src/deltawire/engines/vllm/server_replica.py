@@ -1,0 +1,364 @@
+"""The weights of a vLLM server, as a replica that a subscriber keeps up to date.
+
+An update takes one of two ways:
+
+- *live*: the delta files of one hop go into the spool, the workers decode them against their live memory, and the server swaps. This is
+  the usual way. It needs workers that have learnt the layout of their model, and a server whose version is known.
+- *from the mirror*: the mirror is brought to the version, the workers compare or load it, and the server swaps. This is the way of the
+  first version, unless the server has been started with it; of repairs; and of models whose layout could not be learnt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ...chain.reports import QUARANTINED, REFUSED
+from ...chain.restore import Hop
+from ...chain.version import Version
+from ...chain.walk_route import taking, walk_route
+from ...errors import ChainError, EngineQuarantined, EngineRefused, SpoolError
+from ...events import OnEvent, Value, emit
+from ...format.records.version_records import Commit
+from ...subscribe.delta_spool import DeltaSpool
+from ...subscribe.mirror.mirror_replica import MirrorReplica
+from ...subscribe.sync_context import SyncContext
+from ...subscribe.tensor_table import read_tensor_table, write_table
+from ..base import KvCache
+from ..swap.swap_controller import SwapController, SwapRecord, SwapState
+from . import QUARANTINED_LABEL
+from .routes import EngineUnreachable, WorkerStatus
+from .server_update import OneCallUpdate, PausableServer, RoutesUpdate, ServerUpdate, label, worker_errors
+
+_FIRST_STAGING_POLL, _LONGEST_STAGING_POLL = 0.005, 0.25
+"""Seconds between two questions whether the workers have staged a version."""
+_MOST_LIVE_FAILURES = 2
+"""After this many live updates that failed one after the other, the next one comes from the mirror."""
+_KEPT_HOPS = 2
+
+Report = Callable[[str, int | None, str | None], None]
+"""Tells the store what became of an update: the state of the engine, the number of its commit, and an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """How a server is brought to new versions.
+
+    Parameters
+    ----------
+    mirror
+        The directory of the mirror.
+    spool
+        The directory of the spool. None takes all updates from the mirror.
+    confirm
+        What the workers read back after each update: "auto", "written" or "everything".
+    threads
+        Number of threads for decoding and comparing. None means one per core.
+    trusted_keys
+        Public keys. A mirror that none of them signed is not used.
+    staging_patience
+        Seconds that the workers may take to stage a version.
+    """
+
+    mirror: Path
+    spool: Path | None = None
+    confirm: str = "auto"
+    threads: int | None = None
+    trusted_keys: Sequence[str] = ()
+    staging_patience: float = 600.0
+
+
+class ServerReplica:
+    """The weights of a server. `commit` is the version that the server is known to have.
+
+    Parameters
+    ----------
+    server
+        The server.
+    settings
+        How it is brought to new versions.
+    kv_cache
+        What happens to keys and values that the old weights computed.
+    report
+        Called with what became of each update that was not made.
+    on_event
+        Called with each event.
+    """
+
+    def __init__(
+        self, server: PausableServer, settings: ReplicaSettings, *, kv_cache: KvCache, report: Report, on_event: OnEvent | None = None
+    ) -> None:
+        self._server = server
+        self._routes = server.routes
+        self._settings = settings
+        self._report = report
+        self._on_event = on_event
+        self.controller = SwapController(server, kv_cache=kv_cache, details=self._swap_details, on_event=on_event)
+        self.last_update: ServerUpdate | None = None
+        """The last update, whatever became of it."""
+        self._commit: Commit | None = None
+        self._spool = None if settings.spool is None else DeltaSpool(settings.spool)
+        self._is_live = False
+        self._live_failures = 0
+        self._stage_seconds = 0.0
+        self._told_hold: str | None = None
+        self._told_why_not: str | None = None
+        self._mirror: MirrorReplica | None = None
+        if self._spool is None or settings.mirror.exists():
+            self._open_mirror()
+        self.mirror = self._mirror
+
+    @property
+    def commit(self) -> Commit | None:
+        return self._commit
+
+    @property
+    def state(self) -> Mapping[str, NDArray[Any]]:
+        return {} if self._mirror is None else self._mirror.state
+
+    def forget(self) -> None:
+        """Forget which version the server has, because it was restarted, or changed by another process."""
+        self._commit = None
+
+    def move(self, target: Commit, context: SyncContext) -> None:
+        workers = self._connect()
+        if self._commit is None:
+            self._recognise(workers, target, context)
+        if self._commit != target:
+            if self._is_live and self._commit is not None and self._live_failures < _MOST_LIVE_FAILURES:
+                self._move_live(target, context)
+            else:
+                self._move_by_mirror(target, context)
+
+    def restore(self) -> bool:
+        """Bring the server to the version that the mirror has, without the store. Returns False if there is no such version."""
+        if self._mirror is None or self._mirror.commit is None:
+            return False
+        if self._commit != self._mirror.commit:
+            workers = self._connect()
+            if not self._has(workers, self._mirror.commit):
+                self._swap(self._mirror.commit)
+            self._commit = self._mirror.commit
+        return True
+
+    def close(self) -> None:
+        if self._mirror is not None:
+            self._mirror.close()
+        if self._spool is not None:
+            with contextlib.suppress(SpoolError):
+                self._spool.keep_only(0)  # it is usually in memory, and the next sidecar fetches what it needs
+
+    # The version of the server
+
+    def _connect(self) -> list[WorkerStatus]:
+        """Set the server up, and look at its state. Raises `EngineAsleep` if its weights cannot be changed now."""
+        settings = self._settings
+        info = {"mirror": str(settings.mirror.absolute()), "confirm": settings.confirm, "threads": settings.threads}
+        if settings.spool is not None:
+            info["spool"] = str(settings.spool.absolute())
+        self._routes.initialise(info)
+        workers = self._routes.status()
+        self._tell_hold(workers)
+        self._server.observe(workers)
+        if any(worker["quarantined"] for worker in workers):
+            self.controller.assume(SwapState.QUARANTINED)
+            self._commit = None
+        elif self._commit is None:  # an earlier sidecar may have been killed during a swap
+            self.controller.assume(SwapState.HALTED if self._routes.is_paused() else SwapState.SERVING)
+        self._is_live = self._is_live and all(worker.get("live") for worker in workers)
+        return workers
+
+    def _recognise(self, workers: Sequence[WorkerStatus], target: Commit, context: SyncContext) -> None:
+        """Find out which version the server has, and whether it can be updated live."""
+        self._is_live, self._live_failures = False, 0
+        if self._has(workers, target) and all(worker.get("commit") in (None, context.log.ref(target).commit) for worker in workers):
+            self._commit = target
+        if self._spool is None or not all("live" in worker for worker in workers):
+            return
+        try:
+            (anchor, *_) = context.routes.find(None, target)
+            write_table(self._spool.table_path, read_tensor_table(context, anchor))
+        except (ChainError, SpoolError) as error:  # the mirror may have a way without this checkpoint
+            self._tell_why_not(str(error))
+            return
+        workers = self._routes.learn(self._spool.table_path)
+        self._is_live = all(worker["live"] for worker in workers)
+        self._tell_why_not(next((str(worker["why_not"]) for worker in workers if worker.get("why_not")), None))
+        if not self._is_live:
+            return
+        known = self._labelled(workers, context)
+        if known is None and self._commit is None and self.controller.state is not SwapState.QUARANTINED:
+            known = self._adopt([target] if anchor.target == target else [target, anchor.target], context)
+        self._commit = known or self._commit
+
+    def _labelled(self, workers: Sequence[WorkerStatus], context: SyncContext) -> Commit | None:
+        """Return the version that the workers have and the server is labelled with. None if it is no version of this chain."""
+        found = {(worker["seq"], worker.get("commit")) for worker in workers}
+        if len(found) != 1 or any(worker["quarantined"] for worker in workers):
+            return None
+        ((seq, commit_hash),) = found
+        if seq is None or commit_hash is None or self._routes.weight_version() != str(seq):
+            return None
+        commit = context.log.read(seq)
+        if commit is None or commit.digest is None or context.log.ref(commit).commit != commit_hash:
+            return None
+        return commit
+
+    def _adopt(self, candidates: Sequence[Commit], context: SyncContext) -> Commit | None:
+        """Return the version that a server was started with. The digest of its weights shows it. None if it is none of these."""
+        for commit in candidates:
+            ref = context.log.ref(commit)
+            workers = self._routes.adopt(ref.plain())
+            if all(worker["commit"] == ref.commit for worker in workers):
+                self._routes.label(label(Version.of(commit)))
+                self._server.is_held = False  # its weights are those of a version
+                emit(self._on_event, "adopted", seq=commit.seq, updates=commit.updates)
+                return commit
+        return None
+
+    def _has(self, workers: Sequence[WorkerStatus], commit: Commit) -> bool:
+        has = all(worker["seq"] == commit.seq and not worker["quarantined"] for worker in workers)
+        return has and self._routes.weight_version() == label(Version.of(commit))
+
+    # The way of an update
+
+    def _move_live(self, target: Commit, context: SyncContext) -> None:
+        def find() -> Sequence[Hop]:
+            assert self._commit is not None
+            with context.report.watch.phase("find"):
+                return context.routes.find(context.log.ref(self._commit), target)
+
+        def take(hops: Sequence[Hop]) -> None:
+            if hops and hops[0].base is None:  # the version before was collected, so only a full checkpoint leads to the target
+                self._move_by_mirror(target, context)
+                return
+            for hop in hops:
+                if hop.source != "fence":  # a fence makes no version, so the next hop starts from the version before it
+                    self._take(hop, context)
+            context.report.hops += len(hops)
+
+        try:
+            walk_route(context.routes, find, take)
+        except EngineRefused:
+            self._live_failures += 1
+            raise
+        except SpoolError as error:
+            self._tell_why_not(str(error))
+            self._move_by_mirror(target, context)
+        except EngineQuarantined:
+            self._move_by_mirror(target, context)
+
+    def _take(self, hop: Hop, context: SyncContext) -> None:
+        """Bring the server over one hop, to a complete version."""
+        assert self._spool is not None
+        assert self._commit is not None
+        with taking(hop):
+            self._spool.put(dataclasses.replace(hop, base=self._commit.seq), context)
+        with context.report.watch.phase("apply"):
+            self._stage(Version.of(hop.target))
+            self._update(hop.target, anew=False)
+        self._commit, self._live_failures = hop.target, 0
+        with contextlib.suppress(SpoolError):
+            self._spool.keep_only(_KEPT_HOPS)
+
+    def _move_by_mirror(self, target: Commit, context: SyncContext) -> None:
+        mirror = self._open_mirror()
+        mirror.create(context.log.run.id)
+        mirror.move(target, context)
+        assert mirror.commit is not None
+        self._swap(mirror.commit)
+        context.report.resynced = context.report.resynced or self._commit is not None
+        self._commit, self._live_failures = mirror.commit, 0
+
+    def _swap(self, commit: Commit) -> None:
+        """Bring the server to the version in the mirror. If workers fail while they write, load everything before the server is resumed."""
+        takes_deltas = any(worker.get("live") and worker.get("commit") for worker in self._routes.status())
+        anew = takes_deltas or self.controller.state is SwapState.QUARANTINED
+        if not anew:
+            self._stage(Version.of(commit))
+        try:
+            self._update(commit, anew=anew)
+        except EngineQuarantined:
+            if anew:
+                raise
+            self._update(commit, anew=True)
+
+    def _stage(self, version: Version) -> None:
+        """Return when all workers have staged the update."""
+        start = time.monotonic()
+        deadline = start + self._settings.staging_patience
+        workers = self._routes.prepare(version.seq)
+        wait = _FIRST_STAGING_POLL
+        while not all(worker["staged"] == version.seq for worker in workers):
+            if any(worker["staging_error"] for worker in workers) or time.monotonic() > deadline:
+                reason = worker_errors(workers) or f"they took longer than {self._settings.staging_patience:.0f} seconds"
+                self._report(REFUSED, None if self._commit is None else self._commit.seq, reason)
+                raise EngineRefused(f"the workers cannot stage {version.describe()}: {reason}")
+            time.sleep(wait)
+            wait = min(wait * 1.5, _LONGEST_STAGING_POLL)
+            workers = self._routes.status()
+        self._stage_seconds = time.monotonic() - start
+
+    def _update(self, commit: Commit, *, anew: bool) -> None:
+        if not self._server.one_call:
+            self._routes.settle()
+        version = Version.of(commit)
+        kind = OneCallUpdate if self._server.one_call else RoutesUpdate
+        update = self.last_update = kind(self._server, version, anew=anew)
+        try:
+            self.controller.swap(update, version)
+        except EngineRefused as error:
+            self._report(REFUSED, None if self._commit is None else self._commit.seq, update.failure or str(error))
+            raise
+        except EngineQuarantined as error:
+            if isinstance(error.__cause__, EngineUnreachable):  # the next step asks the server what it has
+                raise error.__cause__ from None
+            self._commit = None
+            self._routes.label(QUARANTINED_LABEL)
+            self._report(QUARANTINED, None, update.failure or str(error))
+            raise
+
+    def _swap_details(self, record: SwapRecord) -> dict[str, Value]:
+        update = self.last_update
+        assert update is not None
+        is_anew = any(worker["last"].get("loaded_anew") for worker in update.workers or self._routes.status())
+        pause, preempted = record.wait_seconds + record.pause_seconds, None  # the call of /pause takes most of it
+        if isinstance(update, OneCallUpdate) and update.answer is not None:  # requests are answered while the call is on its way
+            pause, preempted = (update.answer.drain_ms + update.answer.swap_ms) / 1e3, update.answer.preempted
+        return {
+            "stage_seconds": self._stage_seconds,
+            "pause_seconds": pause,
+            "behind_seconds": max(0.0, time.time() - record.version.time),
+            "http_calls": self._server.http_calls,
+            "kv_cache": self._server.kv_cache.value,
+            "preempted": preempted,
+            "live": int(self._is_live and not is_anew),
+            "loaded_anew": int(is_anew),
+        }
+
+    def _open_mirror(self) -> MirrorReplica:
+        if self._mirror is None:
+            settings = self._settings
+            self._mirror = MirrorReplica(settings.mirror, threads=settings.threads, trusted_keys=settings.trusted_keys)
+        return self._mirror
+
+    def _tell_hold(self, workers: Sequence[WorkerStatus]) -> None:
+        """Emit an event if the server is held or asleep, once for each reason."""
+        found = [worker.get("held") or ("it is asleep" if worker.get("asleep") else None) for worker in workers]
+        reason = next(filter(None, found), None)
+        if reason is not None and reason != self._told_hold:
+            emit(self._on_event, "engine-held", reason=str(reason))
+        self._told_hold = reason
+
+    def _tell_why_not(self, reason: str | None) -> None:
+        """Emit an event if updates come from the mirror, once for each reason."""
+        if reason is not None and reason != self._told_why_not:
+            emit(self._on_event, "mirror-used", reason=reason)
+        self._told_why_not = reason
