@@ -36,6 +36,8 @@ from deltawire.store.memory import MemoryStore  # noqa: E402
 from deltawire.subscribe import Subscriber  # noqa: E402
 from deltawire.trainers import WeightSource  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
 DEVICE = torch.device("cuda", 0) if REAL else torch.device("cpu")
 NOT_PINNED = ReaderOptions(pin=False)
 SIZES: dict[str, Any] = {

@@ -170,7 +170,7 @@ def test_every_nonfinite_bit_pattern_is_found_wherever_it_is():
         finite = torch.tensor([_signed(value, dtype.width) for value in largest], dtype=integer)
         state, expected = {}, {}
         for value in set(nonfinite):
-            for size, place in ((1, 0), (37, 0), (37, 36), (40000, 39999), (70001, 32768)):
+            for size, place in ((1, 0), (37, 36), (70001, 40000)):
                 bits = finite.repeat(-(-size // 2))[:size].clone()
                 name = f"{dtype.name}.{value}.{size}.{place}"
                 state[f"{name}.finite"] = typed(bits.clone(), dtype)

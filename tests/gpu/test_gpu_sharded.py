@@ -156,15 +156,15 @@ def read(store):
         return {name: np.ascontiguousarray(array).tobytes() for name, array in reader.state.items()}
 
 
-@pytest.mark.parametrize(("recipe", "snapshot"), [("nvfp4", "host"), ("nvfp4", "device"), ("mxfp4", "host"), ("int4", "device")])
+@pytest.mark.parametrize(("recipe", "snapshot"), [("nvfp4", "device"), ("mxfp4", "host"), ("int4", "device")])
 def test_ranks_choose_the_scales_of_groups_on_the_gpu_except_at_edges(recipe, snapshot, monkeypatch):
-    """The first step keeps nearly all scales, the second one some, and the third one none, not even the global scale of nvfp4."""
+    """The first step keeps nearly all scales, and the second one none, not even the global scale of nvfp4."""
     random = torch.Generator().manual_seed(8)
     shapes = {"self_attn.q_proj": (430, 128), "self_attn.k_proj": (3, 128), "mlp.down_proj": (256, 256)}
     versions = [
         {f"model.layers.0.{name}.weight": (torch.randn(*shape, generator=random) * 0.02).to(DEVICE) for name, shape in shapes.items()}
     ]
-    for factor in (1.001, 1.6, 5.0):
+    for factor in (1.001, 5.0):
         versions.append({name: tensor * factor for name, tensor in versions[-1].items()})
     whole, parts = MemoryStore(), MemoryStore()
     given = {"quantise": recipe, "attachments": {"config.json": b"{}"}, "options": WriterOptions(threads=1)}
@@ -195,11 +195,11 @@ def test_ranks_choose_the_scales_of_groups_on_the_gpu_except_at_edges(recipe, sn
     assert len(on_gpu) == 3 * len(versions)  # all ranks choose some
 
 
-@pytest.mark.parametrize(("recipe", "snapshot"), [("fp8-block", "device"), ("fp8-tensor", "device"), ("nvfp4", "host"), ("int4", "device")])
+@pytest.mark.parametrize(("recipe", "snapshot"), [("fp8-block", "device"), ("nvfp4", "host"), ("int4", "device")])
 def test_ranks_do_not_write_codes_of_rows_that_begin_where_blocks_and_parts_do(recipe, snapshot, monkeypatch):
     """The deltas back, of which a skip is made, come from codes that are not written, too."""
     random = torch.Generator().manual_seed(4)
-    shapes = {"self_attn.q_proj": (256, 64), "mlp.down_proj": (256, 128)}
+    shapes = {"self_attn.q_proj": (256, 64), "mlp.down_proj": (256, 32)}
     versions = [
         {f"model.layers.0.{name}.weight": (torch.randn(*shape, generator=random) * 0.02).to(DEVICE) for name, shape in shapes.items()}
     ]
@@ -207,7 +207,7 @@ def test_ranks_do_not_write_codes_of_rows_that_begin_where_blocks_and_parts_do(r
     for _ in range(4):
         versions.append({name: tensor * 1.02 for name, tensor in versions[-1].items()})
     whole, parts = MemoryStore(), MemoryStore()
-    given = {"quantise": recipe, "attachments": {"config.json": b"{}"}, "options": WriterOptions(threads=1, segment_bytes=9000)}
+    given = {"quantise": recipe, "attachments": {"config.json": b"{}"}, "options": WriterOptions(threads=1, segment_bytes=4000)}
     with deltawire.Publisher(whole, **given) as publisher:
         expected = [publisher.publish({name: array_of(tensor) for name, tensor in each.items()}).digest for each in versions]
 
