@@ -13,6 +13,7 @@ prepared_swap    a prepared change of weights
 undo             steps that lead back to earlier versions
 delta_cache      delta files on disk
 delta_spool      a directory from which the workers of an engine take updates
+spooled_hop      one update in it
 fetching_spool   a spool whose readers fetch what they need themselves
 tensor_table     the names, types and shapes of a chain's tensors
 model_files      the config, tokenizer and tensor types of a version

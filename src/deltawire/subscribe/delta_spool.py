@@ -27,23 +27,17 @@ import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
 
 from ..chain.restore import Hop
-from ..errors import ChainBroken, CorruptRecord, SpoolError, UnsupportedVersion
-from ..format.records.canonical import Fields, dump
+from ..errors import ChainBroken, SpoolError, UnsupportedVersion
 from ..format.records.record_parts import CommitRef, FileEntry, record_hash
-from ..format.records.record_rules import check_delta_files
-from ..format.records.version_records import Commit
 from .delta_cache import PART, DeltaCache
 from .mirror.locks import FileLock, LifeWatch
+from .spooled_hop import SpooledHop, manifest_bytes, read_manifest
 from .sync_context import SyncContext
-
-MOST_MANIFEST_BYTES = 32 << 20
-"""Larger than the manifest of a hop with as many files as a file list may name."""
 
 ALIVE = "alive"
 """The `flock` file of a folder that belongs to a running server."""
@@ -56,33 +50,6 @@ _ROOM = 4
 """The default directory is in memory if there is room for this many deltas."""
 _HEALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO})
 """Conditions that may end without help, for example when another program frees space."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpooledHop:
-    """A hop whose files are in the spool, checked.
-
-    Parameters
-    ----------
-    base
-        The commit whose state the files lead from.
-    target
-        The commit whose state they lead to.
-    files
-        The delta files. Empty if both commits have the same state.
-    source
-        "commit", "skip", "rewind" or "fence", as in `chain.plan.Edge`.
-    """
-
-    base: Commit
-    target: Commit
-    files: tuple[FileEntry, ...]
-    source: str
-
-    @property
-    def nbytes(self) -> int:
-        """The size of all files."""
-        return sum(entry.size for entry in self.files)
 
 
 class DeltaSpool:
@@ -127,7 +94,7 @@ class DeltaSpool:
         if base is None:
             raise ChainBroken(f"commit {hop.base} is not in {context.log.store.url}.")
         spooled = SpooledHop(base, hop.target, hop.files, hop.source)
-        data = _manifest(spooled)
+        data = manifest_bytes(spooled)
         with spool_errors(self.folder), self._writing(context):
             self._make_room(spooled)
 
@@ -159,7 +126,7 @@ class DeltaSpool:
             The number of the commit that it leads to.
         """
         with spool_errors(self.folder):
-            found = _read_manifest(self._manifest_path(base.seq, seq))
+            found = read_manifest(self._manifest_path(base.seq, seq))
             if found is None or found.target.seq != seq or record_hash(found.base.to_bytes()) != base.commit:
                 return None
             return found if all(map(self._files.holds, found.files)) else None
@@ -272,7 +239,7 @@ class DeltaSpool:
             if _MANIFEST.fullmatch(path.name):
                 hop = None
                 with contextlib.suppress(UnsupportedVersion):
-                    hop = _read_manifest(path)
+                    hop = read_manifest(path)
                 if hop is None:
                     path.unlink(missing_ok=True)
                 else:
@@ -390,54 +357,3 @@ def _replace(path: Path, data: bytes) -> None:
 
 def _bytes_of(hops: Iterable[SpooledHop]) -> int:
     return sum({entry.blake3: entry.size for hop in hops for entry in hop.files}.values())
-
-
-def _manifest(hop: SpooledHop) -> bytes:
-    return dump(
-        {
-            "deltawire": "spooled-hop",
-            "version": 1,
-            "base": hop.base.to_bytes().decode(),
-            "target": hop.target.to_bytes().decode(),
-            "source": hop.source,
-            "files": [entry.plain() for entry in hop.files],
-        }
-    )
-
-
-def _read_manifest(path: Path) -> SpooledHop | None:
-    """Return the hop of a manifest, or None if there is no file that can be read as one. Raises `UnsupportedVersion`."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MOST_MANIFEST_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    try:
-        return _parse_manifest(data)
-    except CorruptRecord:
-        return None
-
-
-def _parse_manifest(data: bytes) -> SpooledHop:
-    fields = Fields.parse(data, "spooled-hop", limit=MOST_MANIFEST_BYTES)
-    hop = SpooledHop(
-        base=Commit.parse(fields.text("base").encode()),
-        target=Commit.parse(fields.text("target").encode()),
-        files=tuple(FileEntry.of(inner) for inner in fields.objects("files")),
-        source=fields.text("source"),
-    )
-    fields.done()
-    if hop.base.id != hop.target.id or hop.base.digest is None or hop.target.digest is None:
-        fields.refuse("its commits are not versions of one chain")
-    if hop.source in ("fence", "rewind"):
-        if hop.files or hop.base.digest != hop.target.digest:
-            fields.refuse(f"a {hop.source} changes nothing")
-    elif hop.source in ("commit", "skip"):
-        check_delta_files(hop.target.tensors, hop.target.state_bytes, hop.files, fields)
-        if not hop.files and hop.base.digest != hop.target.digest:
-            fields.refuse("no file leads from one commit to the other")
-        if hop.source == "commit" and hop.target.file_list is None and hop.files != hop.target.files:
-            fields.refuse("its files are not those of its commit")
-    else:
-        fields.refuse(f"it has the unknown source {hop.source!r}")
-    return hop

@@ -16,7 +16,8 @@ from ..format.records.record_parts import CommitRef
 from ..format.records.version_records import Commit
 from ..store import Store, open_store
 from .chain_view import ChainView
-from .delta_spool import DeltaSpool, SpooledHop
+from .delta_spool import DeltaSpool
+from .spooled_hop import SpooledHop
 from .sync_context import SyncContext
 
 KEPT_HOPS = 2

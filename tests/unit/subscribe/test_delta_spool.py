@@ -25,7 +25,8 @@ from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
 from deltawire.subscribe import delta_spool
-from deltawire.subscribe.delta_spool import DeltaSpool, SpooledHop, default_spool
+from deltawire.subscribe.delta_spool import DeltaSpool, default_spool
+from deltawire.subscribe.spooled_hop import SpooledHop
 
 
 def put(spool: DeltaSpool, chain: ToyChain, seq: int) -> tuple[SpooledHop, int]:
