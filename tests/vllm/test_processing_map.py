@@ -162,6 +162,29 @@ def test_four_bit_values_move_and_change_by_a_table() -> None:
     assert [nest.sizes for nest in only.nests] == [(16, 32)]
 
 
+@pytest.mark.parametrize("kind", ["int32", "bfloat16"])
+def test_learning_in_small_pieces_gives_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_vllm()
+    from deltawire.engines.vllm.layout import position_decoder, processing_map, unit_values
+
+    def process(method: Any, layer: Any) -> None:
+        import torch
+
+        raw = layer.weight_packed.data.view(torch.uint8).view(16, -1)
+        halves = torch.stack([raw & 15, raw >> 4], -1).view(16, -1) if kind == "int32" else layer.weight_packed.data
+        turned = halves.t().contiguous()
+        put(layer, "weight_packed", (turned[:, ::2] | (turned[:, 1::2] << 4)).contiguous() if kind == "int32" else turned)
+
+    module = processed(process, weight_packed=values(16, 5, kind=kind), other=values(70, kind="float32"))
+    whole = learn(module)
+    for owner in (unit_values, position_decoder):
+        monkeypatch.setattr(owner, "PIECE", 6)
+    monkeypatch.setattr(processing_map._Study, "_is_memory_scarce", lambda study: True)
+    assert learn(module).maps == whole.maps
+    assert whole.arithmetic == {}
+    assert len(whole.maps["weight_packed"][0].nests) == 1
+
+
 def test_bytes_that_are_packed_into_wider_integers_stay_bytes() -> None:
     def process(method: Any, layer: Any) -> None:
         import torch

@@ -190,12 +190,20 @@ class _Study:
         if limit is not None and needed > limit:
             raise NotLearnt(f"learning its layout needs about {needed / 1e9:.1f} GB, and {limit / 1e9:.1f} GB are free")
 
+    def _is_memory_scarce(self) -> bool:
+        """Return whether the results of a second run may not fit beside those of the first one."""
+        needed = 3 * sum(tensor.nbytes for tensor in self.raw.values())
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else needed
+        return bool(needed > (free if self.most_bytes is None else min(free, self.most_bytes)))
+
     def learn(self) -> ModuleMap:
         found = ModuleMap()
         try:
-            neutral = self._run({}).on_host()
+            neutral = self._run({})
         except Exception as error:
             raise NotLearnt(f"its processing fails with neutral values: {_brief(error)}") from error
+        if self._is_memory_scarce():
+            neutral = neutral.on_host()
         live = {path: _geometry(tensor) for path, tensor in tensors_of(self.module).items()}
         dependent: set[Path] = set()
         computed_from: dict[str, list[Path]] = {}
