@@ -213,18 +213,20 @@ def test_an_update_that_is_missing_or_damaged_in_the_spool_is_refused(tmp_path: 
 
 def test_a_gpu_worker_learns_its_layout_before_the_kv_cache_takes_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from deltawire.codec.gpu import device
-    from deltawire.engines.vllm.layout import model_layout
 
     chain = Chain(tmp_path, *CASES["dense"], versions=2)
     loaded = load_model(chain.checkpoints[0])
     learnt: list[int] = []
-    learn = model_layout.learn_layout
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from deltawire.engines.vllm import worker_model
+    learn = worker_model.learn_layout
 
     def counted(model: Any, config: Any, table: Any) -> Any:
         learnt.append(len(table))
         return learn(model, config, table)
 
-    monkeypatch.setattr(model_layout, "learn_layout", counted)
+    monkeypatch.setattr(worker_model, "learn_layout", counted)
     monkeypatch.setattr(device, "_PRIORITIES", dict(device._PRIORITIES))
     backend = start_backend(loaded, device="cuda", spool=str(chain.spool.folder))
     assert learnt == [chain.commits[0].tensors]

@@ -7,22 +7,26 @@ In vLLM's processes, in the order in which an update passes through them:
     engine_holds.py   keeps EngineCore paused while its weights are those of no version, and ends pauses that nobody ends
     update_types.py   types that live updates share
     backend.py        the backend, one object in each worker: stages an update while the server generates, writes it while it is paused
-    staging.py        finds out what differs between the version that a worker has and the next one
+    ranks.py          what the workers tell each other
+
+    live_updates.py   updates of live memory: learn the layout, adopt a version, prepare, swap
+    live_staging.py   stages them on a separate thread
     live_weights.py   a worker's weights at a version; decodes updates against them, and writes them in one transaction
     layout_update.py  one such update: decoded, written, undone
-    live_updates.py   such updates as the backend offers them: learn the layout, adopt a version, prepare, swap
-    live_staging.py   stages them on a separate thread
+    worker_model.py   the model, as such updates need it
     ownership.py      which worker digests which elements
-    ranks.py          what the workers tell each other
-    element_map.py    where a model keeps the elements of a checkpoint; writes changed elements there
-    loading.py        loads weights through the model's own loaders: single tensors, or everything anew
-    cold_start.py     brings workers to a version with nothing but the store
     kept_bases.py     one copy on the host of the tensors that workers cannot read from their own memory
-    read_back.py      reads weights back through the same loaders, and compares them
+    cold_start.py     brings workers to a version with nothing but the store
     layout/           learns where a worker keeps the elements of a chain's tensors, from vLLM's own loaders and processing
     recompute.py      computes tensors again that are results of arithmetic, in the memory that they have
     module_shell.py   copies of modules, on which vLLM's processing runs without any effect on the live model
     load_module.py    loads one module anew
+
+    mirror_updates.py updates from a mirror: writes what differs between two versions, or loads everything
+    staging.py        finds out what differs between the version that a worker has and the next one
+    element_map.py    where a model keeps the elements of a checkpoint; writes changed elements there
+    read_back.py      reads weights back through the model's own loaders, and compares them
+    loading.py        loads weights through the same loaders: single tensors, or everything anew
     cpu.py            keeps vLLM on CPUs from packing weights in a way that its loaders cannot change
 
 In the process that drives the server, which needs neither vLLM nor torch:
