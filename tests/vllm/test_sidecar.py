@@ -109,7 +109,7 @@ class ServerDouble:
         return SwapAnswer(outcome, error, self.status(), 1.0, 2.0, 3, not self.paused)
 
     def initialise(self, info: dict[str, Any]) -> None:
-        pass
+        self.info = info
 
     def prepare(self, seq: int) -> list[dict[str, Any]]:
         self._note("prepare")
@@ -162,11 +162,11 @@ class Scene:
         self.events: list[Event] = []
         self.sidecar = self.start()
 
-    def start(self, **options: Any) -> Sidecar:
+    def start(self, *, has_mirror: bool = True, **options: Any) -> Sidecar:
         return Sidecar(
             self.server,  # type: ignore[arg-type]
             self.folder / "store",
-            self.folder / "mirror",
+            self.folder / "mirror" if has_mirror else None,
             options=ReaderOptions(reader="engine"),
             spool=self.folder / "spool",
             on_event=self.events.append,
@@ -623,3 +623,26 @@ def test_live_weights_go_over_fences_and_rewinds(live: Scene) -> None:
     assert live.server.name == str(live.sidecar.served.seq)
     assert live.server.name != str(seq)
     assert live.server.calls.count("swap drop anew") <= 1  # if no route leads back, the mirror has the version
+
+
+def test_without_a_mirror_the_workers_load_full_checkpoints_themselves(scene: Scene) -> None:
+    scene.server.one_call = scene.server.is_live = True
+    first = scene.publish()
+    with contextlib.closing(scene.start(has_mirror=False)) as sidecar:
+        sidecar.step()
+        assert scene.server.calls == ["learn", f"adopt {first}", "swap drop anew"]
+        store = (scene.folder / "store").as_uri()
+        expected = {"confirm": "auto", "threads": None, "url": store, "run": None, "trusted_keys": [], "spool": str(scene.folder / "spool")}
+        assert scene.server.info == expected
+        scene.publish()
+        sidecar.step()
+        assert scene.server.calls[3:] == ["prepare", "swap drop"]
+        scene.server.answers = ["quarantined"]
+        last = scene.publish()
+        sidecar.step()
+        assert scene.server.calls[5:] == ["prepare", "swap drop", "swap drop anew"]
+        assert (scene.report().state, scene.report().seq) == (SERVING, last)
+    assert not (scene.folder / "mirror").exists()
+    assert "mirror-used" not in [event.name for event in scene.events]
+    with pytest.raises(ValueError, match="must be live"):
+        scene.start(has_mirror=False, live=False)

@@ -69,6 +69,10 @@ def sidecar(
             help="Keep versions that are loaded in full, and their deltas, in this directory instead of one in ~/.cache/deltawire.",
         ),
     ] = None,
+    no_mirror: Annotated[
+        bool,
+        typer.Option("--no-mirror", help="Keep no checkpoint on this host. The workers load full checkpoints from the store themselves."),
+    ] = False,
     spool: Annotated[
         Path | None,
         typer.Option(
@@ -122,6 +126,8 @@ def sidecar(
 
     The command prints a line per swap. Ctrl-C and SIGTERM end it with code 0.
     """
+    if no_mirror and (mirror is not None or updates is Updates.mirror):
+        raise typer.BadParameter("--no-mirror cannot be combined with --mirror or --updates mirror.")
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
         from ...engines.base import KvCache
         from ...engines.vllm.sidecar import Sidecar, default_mirror
@@ -129,7 +135,7 @@ def sidecar(
         driver = Sidecar(
             engine,
             source,
-            mirror or default_mirror(source),
+            None if no_mirror else mirror or default_mirror(source),
             pause=pause.value,
             kv_cache=KvCache(kv_cache.value),
             confirm=confirm.value,

@@ -6,6 +6,7 @@ An update takes one of two ways:
   the usual way. It needs workers that have learnt the layout of their model, and a server whose version is known.
 - *from the mirror*: the mirror is brought to the version, the workers compare or load it, and the server swaps. This is the way of the
   first version, unless the server has been started with it; of repairs; and of models whose layout could not be learnt.
+  Without a mirror, the workers load a full checkpoint from the store instead (cold_start.py).
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ class ReplicaSettings:
     Parameters
     ----------
     mirror
-        The directory of the mirror.
+        The directory of the mirror. None lets the workers load full checkpoints from the store.
+    url
+        The location of the chain, for workers that load from the store.
+    run
+        The name that the run must have, for the same workers.
     spool
         The directory of the spool. None takes all updates from the mirror.
     confirm
@@ -67,7 +72,9 @@ class ReplicaSettings:
         Seconds that the workers may take to stage a version.
     """
 
-    mirror: Path
+    mirror: Path | None
+    url: str | None = None
+    run: str | None = None
     spool: Path | None = None
     confirm: str = "auto"
     threads: int | None = None
@@ -111,8 +118,8 @@ class ServerReplica:
         self._told_hold: str | None = None
         self._told_why_not: str | None = None
         self._mirror: MirrorReplica | None = None
-        if self._spool is None or settings.mirror.exists():
-            self._open_mirror()
+        if settings.mirror is not None and (self._spool is None or settings.mirror.exists()):
+            self._open_mirror(settings.mirror)
         self.mirror = self._mirror
 
     @property
@@ -160,7 +167,11 @@ class ServerReplica:
     def _connect(self) -> list[WorkerStatus]:
         """Set the server up, and look at its state. Raises `EngineAsleep` if its weights cannot be changed now."""
         settings = self._settings
-        info = {"mirror": str(settings.mirror.absolute()), "confirm": settings.confirm, "threads": settings.threads}
+        info: dict[str, Any] = {"confirm": settings.confirm, "threads": settings.threads}
+        if settings.mirror is not None:
+            info["mirror"] = str(settings.mirror.absolute())
+        else:
+            info |= {"url": settings.url, "run": settings.run, "trusted_keys": list(settings.trusted_keys)}
         if settings.spool is not None:
             info["spool"] = str(settings.spool.absolute())
         self._routes.initialise(info)
@@ -269,13 +280,22 @@ class ServerReplica:
             self._spool.keep_only(_KEPT_HOPS)
 
     def _move_by_mirror(self, target: Commit, context: SyncContext) -> None:
-        mirror = self._open_mirror()
+        if self._settings.mirror is None:
+            self._load_from_store(target, context)
+            return
+        mirror = self._open_mirror(self._settings.mirror)
         mirror.create(context.log.run.id)
         mirror.move(target, context)
         assert mirror.commit is not None
         self._swap(mirror.commit)
         context.report.resynced = context.report.resynced or self._commit is not None
         self._commit, self._live_failures = mirror.commit, 0
+
+    def _load_from_store(self, target: Commit, context: SyncContext) -> None:
+        """Let the workers load a full checkpoint from the store, and follow deltas from there to the target."""
+        self._update(target, anew=True)
+        context.report.resynced = context.report.resynced or self._commit is not None
+        self._commit, self._live_failures = target, 0
 
     def _swap(self, commit: Commit) -> None:
         """Bring the server to the version in the mirror. If workers fail while they write, load everything before the server is resumed."""
@@ -343,10 +363,10 @@ class ServerReplica:
             "loaded_anew": int(is_anew),
         }
 
-    def _open_mirror(self) -> MirrorReplica:
+    def _open_mirror(self, folder: Path) -> MirrorReplica:
         if self._mirror is None:
             settings = self._settings
-            self._mirror = MirrorReplica(settings.mirror, threads=settings.threads, trusted_keys=settings.trusted_keys)
+            self._mirror = MirrorReplica(folder, threads=settings.threads, trusted_keys=settings.trusted_keys)
         return self._mirror
 
     def _tell_hold(self, workers: Sequence[WorkerStatus]) -> None:
@@ -359,6 +379,6 @@ class ServerReplica:
 
     def _tell_why_not(self, reason: str | None) -> None:
         """Emit an event if updates come from the mirror, once for each reason."""
-        if reason is not None and reason != self._told_why_not:
+        if reason is not None and reason != self._told_why_not and self._settings.mirror is not None:
             emit(self._on_event, "mirror-used", reason=reason)
         self._told_why_not = reason

@@ -51,7 +51,9 @@ class Sidecar:
     url
         The location of the chain, or an open store.
     mirror
-        The directory for versions that the server loads in full: its first one, and repairs. All workers must be able to read it.
+        The directory for versions that the server loads in full: its first one, and repairs. All workers must be able to read it. With
+        None, this host keeps no checkpoint: the workers load full checkpoints from the store, with their own credentials. Updates must
+        then be live.
     pause
         What happens to requests that the server is answering during a swap: "keep" continues them afterwards, "wait" finishes them first,
         "abort" ends them.
@@ -79,7 +81,7 @@ class Sidecar:
         self,
         engine: str | VllmRoutes,
         url: str | Path | Store,
-        mirror: Path | str,
+        mirror: Path | str | None,
         *,
         pause: PauseMode = "keep",
         kv_cache: KvCache = KvCache.DROP,
@@ -92,6 +94,8 @@ class Sidecar:
         staging_patience: float = 600.0,
         on_event: OnEvent | None = None,
     ) -> None:
+        if mirror is None and not live:
+            raise ValueError("without a mirror, updates must be live")
         options = options or ReaderOptions()
         self.reader = options.reader or reader_name()
         options = replace(options, reader=self.reader)
@@ -107,7 +111,9 @@ class Sidecar:
         self._store = open_store(url, options=options.store, on_event=on_event)
         self._log = options.open_log(self._store)
         settings = ReplicaSettings(
-            mirror=Path(mirror),
+            mirror=None if mirror is None else Path(mirror),
+            url=str(url) if "://" in str(url) else self._store.url,  # workers have other working directories
+            run=options.run,
             spool=(default_spool(self._store.url) if spool is None else Path(spool)) if live else None,
             confirm=confirm,
             threads=threads,
