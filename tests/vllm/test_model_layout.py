@@ -163,6 +163,21 @@ def test_only_owned_placements_are_gathered_on_request(dense: tuple[LoadedModel,
     assert len(layout.blocks()["model.norm.weight"]) == 1
 
 
+def test_a_head_that_vllm_ties_to_the_embedding_has_the_same_memory(tmp_path: Path) -> None:
+    from deltawire.engines.vllm.layout.model_layout import learn_layout
+
+    model = TinyModel("tied", tied=True, layers=1)
+    state = model.state()
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].copy()  # vLLM finds that they are equal, and keeps one
+    checkpoint = model.save(tmp_path / "start", state)
+    loaded = load_model(checkpoint)
+    layout = learn_layout(loaded.model, loaded.vllm_config, table_of(read_checkpoint(checkpoint)))
+    head, embedding = (layout.tensors[name].direct for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    assert head is not None
+    assert embedding is not None
+    assert head.data_ptr() == embedding.data_ptr() == loaded.model.lm_head.weight.data_ptr()
+
+
 def test_a_draft_model_is_a_second_place_of_the_same_tensors(dense: tuple[LoadedModel, dict[str, Any]], tmp_path: Path) -> None:
     import torch
 

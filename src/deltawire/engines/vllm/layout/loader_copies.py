@@ -11,6 +11,7 @@ This file and processing_map.py are the only ones that use private parts of vLLM
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -247,6 +248,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _makes_view(func):  # most operations of loaders; a view has the storage of what it views
+            return func(*args, **kwargs)
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default and _storage(args[0]) in self._origins:
             mark = 2.0**-20 * (len(self._scalars) + 1) + 1.0  # a number that no loader uses
@@ -306,7 +309,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             self._order.append((name, copy))
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record what the results of an operation hold. A view shares the storage, so nothing is to be done for it."""
+        """Record what the results of an operation hold. Nothing is to be done for results that share the storage of an input."""
         names = self._names((args, kwargs))
         if not names:
             return
@@ -377,6 +380,13 @@ def _copy_nests(source: torch.Tensor, target: torch.Tensor, origin: Nest) -> lis
             return None
         nests.append(nest)
     return nests
+
+
+@functools.cache
+def _makes_view(func: Any) -> bool:
+    """Return whether all results of an operation are views of its inputs."""
+    schema = func._schema
+    return not schema.is_mutable and bool(schema.returns) and all(result.alias_info is not None for result in schema.returns)
 
 
 def _computed(names: Iterable[str], tensor: torch.Tensor) -> _Origin:
