@@ -64,6 +64,13 @@ def test_a_small_difference_everywhere_is_found_by_the_mean() -> None:
         check_decoding(Server(0.09), most_mean=0.001)
 
 
+def test_a_server_whose_kernels_always_differ_is_compared_with_its_own_start() -> None:
+    usual = check_decoding(Server(0.3), most_difference=float("inf"), most_mean=float("inf"))
+    assert check_decoding(Server(0.8), usual=usual).largest == pytest.approx(0.8)
+    with pytest.raises(DecodingDiffers, match=r"more than 0\.9 "):
+        check_decoding(Server(1.0), usual=usual)
+
+
 def test_a_log_prob_that_is_not_a_number_is_found() -> None:
     with pytest.raises(DecodingDiffers):
         check_decoding(Server(float("nan")))
