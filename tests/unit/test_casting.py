@@ -43,6 +43,39 @@ def test_the_same_memory_is_rounded_once():
     assert casts.cast(tensor_bits("v", wide), dtype_named("BF16")).bits is casts.cast(tensor_bits("w", wide), dtype_named("BF16")).bits
 
 
+def test_float32_is_rounded_to_the_nearest_bfloat16_and_all_nans_are_one():
+    """All signs, exponents and leading bits are rounded, with rests below, at and above one half."""
+    rests = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint64)
+    wide = ((np.arange(1 << 16, dtype=np.uint64) << np.uint64(16))[:, None] | rests).reshape(-1)
+    expected = (wide + 0x7FFF + (wide >> 16 & 1)) >> 16
+    expected[(wide & 0x7FFFFFFF) > 0x7F800000] = 0x7FC0
+    found = Casts().cast(tensor_bits("w", wide.astype(np.uint32).view(np.float32)), dtype_named("BF16"))
+    np.testing.assert_array_equal(found.bits, expected.astype(np.uint16))
+
+
+@pytest.mark.parametrize("kind", ["arrays", "torch"])
+def test_a_delta_of_masters_is_that_of_weights_that_were_cast_before(kind, monkeypatch):
+    """Plain tensors are read in columns, as without `dtype`; tied tensors stay tied."""
+    random = np.random.default_rng(4)
+    before = {f"w{i}": random.standard_normal((5, 40 + i)).astype(np.float32) for i in range(4)} | {"ids": np.arange(9)}
+    before["half"] = random.standard_normal(7).astype(np.float16)
+    before["tied"] = before["w1"]
+    after = {name: array if array.dtype == np.int64 else array * array.dtype.type(1.01) for name, array in before.items()}
+    after["w2"] = after["w2"].T.copy().T  # it is not contiguous
+    after["tied"] = after["w1"]
+    base, expected = (
+        {name: array if array.dtype == np.int64 else array.astype(BF16) for name, array in state.items()} for state in (before, after)
+    )
+    base["tied"], expected["tied"] = base["w1"], expected["w1"]
+    delta = deltawire.encode_delta(base, expected)
+    if kind == "torch":
+        torch = pytest.importorskip("torch")
+        after = {name: torch.from_numpy(array) for name, array in after.items() if name != "tied"}
+        after["tied"] = after["w1"]
+    monkeypatch.setattr("deltawire.delta.encode._pairs", None)
+    assert deltawire.encode_delta(base, after, dtype="bfloat16") == delta
+
+
 def test_a_dtype_may_be_given_as_a_type_or_a_name():
     for dtype in (BF16, ml_dtypes.bfloat16, "bfloat16", "torch.bfloat16"):
         assert wire_dtype(dtype) == dtype_named("BF16")

@@ -22,7 +22,7 @@ from ..format.delta_file import Parts, Structure
 from ..format.delta_files import grouped
 from ..format.digest import Digest
 from ..tensors.bits import State, TensorBits, UnwrittenTensor, keys_of, named_bits
-from ..tensors.casting import Casting, Casts, WireDType
+from ..tensors.casting import Casting, Casts, WireDType, cast_on_host
 from ..tensors.columns import Columns, ColumnState
 from ..tensors.names import check_names
 from ..tensors.pending_state import PendingState
@@ -185,6 +185,9 @@ def _write(work: _Work, found: Sequence[EncodedGroup], threads: int, write: Call
 
 def _work_on(base: State, new: State, casting: Casting | None, threads: int) -> _Work:
     is_cast = casting is not None and casting.is_given
+    cast = cast_on_host(new, casting) if casting is not None and is_cast else None
+    if cast is not None:
+        new, is_cast = cast, False
     if not is_cast:
         if not isinstance(new, ColumnState) and UnwrittenTensor in set(map(type, new.values())):
             work = _work_on_unwritten(base, new, is_base=False)

@@ -15,7 +15,8 @@ import numpy as np
 from ..codec.bits import Bits, DeviceBits, HostBits, MasterWeightBits, in_host_memory, on_gpu
 from ..dtypes import DType, dtype_named, dtype_of_numpy
 from ..errors import UnsupportedDtype
-from .bits import TensorBits
+from .bits import State, Tensor, TensorBits, typed
+from .columns import Columns
 from .torch_types import named_dtype, torch_dtype
 
 if TYPE_CHECKING:
@@ -96,6 +97,27 @@ class Casts:
         return TensorBits(tensor.name, to, bits, tensor.whole, tensor.start)
 
 
+def cast_on_host(state: State, casting: Casting) -> State | None:
+    """Return a state whose weights are cast to the one type that was given.
+
+    Returns None if there is no such type, or if the state is not all plain arrays, or all plain torch tensors in host memory.
+    """
+    columns = None if casting.dtype is None else Columns.of(state)
+    if columns is None or columns.is_on_gpu:
+        return None
+    layout, casts = columns.layout, Casts()
+    types = {dtype: casting.cast_of(dtype) for dtype in set(layout.dtypes)}
+    sharing = set(columns.sharing_addresses.tolist())
+    made: dict[str, Tensor] = {}
+    for number, name in enumerate(layout.names):
+        tensor, to = columns[number], types[layout.dtypes[number]]
+        bits = tensor.bits
+        if tensor.dtype != to:
+            bits = casts.cast(tensor, to).bits if number in sharing else _cast_on_host(tensor, to)
+        made[name] = typed(bits, to)
+    return made
+
+
 def wire_dtype(dtype: DTypeLike) -> DType:
     """Return a type that weights may be cast to. Raise `ValueError` for any other."""
     found: DType | None = None
@@ -120,9 +142,13 @@ def _cast_on_host(tensor: TensorBits, to: DType) -> HostBits:
 
 
 def _rounded(bits: HostBits) -> HostBits:
-    wide = bits.astype(np.uint32)
-    halves = (wide + np.uint32(0x7FFF) + (wide >> 16 & 1)) >> 16
-    return np.where((wide & 0x7FFFFFFF) > 0x7F800000, np.uint32(0x7FC0), halves).astype(np.uint16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = np.asarray(bits.view(np.float32).astype(_BF16.numpy))
+    rounded: HostBits = made.view(np.uint16)
+    is_nan = np.isnan(made)
+    if is_nan.any():
+        rounded[is_nan] = 0x7FC0
+    return rounded
 
 
 def _cast_by_torch(tensor: TensorBits, to: DType) -> HostBits:
