@@ -92,6 +92,8 @@ def test_steps_in_flight_end_before_the_swap_and_keep_the_old_label() -> None:
     assert (answer["outcome"], answer["error"], answer["running"], answer["preempted"]) == ("made", None, True, 0)
     assert core.label == "7"
     assert core.scheduler.resets == []
+    told = engine_state(core)["last_swap"]
+    assert told == {name: answer[name] for name in ("outcome", "drain_ms", "swap_ms", "preempted")}
 
 
 def test_an_engine_without_a_queue_of_batches_swaps_at_once() -> None:
@@ -167,7 +169,7 @@ def test_a_step_that_fails_ends_the_engine() -> None:
 @pytest.mark.parametrize("reason", ["data_parallel", "coordinator", "scheduler", "loop"])
 def test_an_engine_that_cannot_swap_in_one_call_says_so_and_refuses(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     core: Any = CoreDouble()
-    assert engine_state(core) == {"one_call": True, "paused": False, "asleep": False, "held": None}
+    assert engine_state(core) == {"one_call": True, "paused": False, "asleep": False, "held": None, "last_swap": None}
     if reason == "data_parallel":
         core.vllm_config.parallel_config.data_parallel_size = 2
     elif reason == "coordinator":

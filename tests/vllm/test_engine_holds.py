@@ -127,7 +127,7 @@ def test_without_a_hold_an_engine_wakes_up_as_before() -> None:
     core = core_class()()
     core.sleep(2)
     core.wake_up()
-    assert engine_state(core) == {"one_call": True, "paused": False, "asleep": False, "held": None}
+    assert engine_state(core) == {"one_call": True, "paused": False, "asleep": False, "held": None, "last_swap": None}
     assert core.label == QUARANTINED_LABEL
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from . import QUARANTINED_LABEL, engine_holds
@@ -80,7 +80,7 @@ def install(core_class: type) -> bool:
 def engine_state(core: Any) -> dict[str, Any]:
     """Return what only EngineCore knows about a server. The status of each worker contains it."""
     state = {"one_call": can_swap(core), "paused": not _is_running(core), "asleep": bool(core.model_executor.is_sleeping)}
-    return {**state, "held": engine_holds.held(core)}
+    return {**state, "held": engine_holds.held(core), "last_swap": getattr(core, "deltawire_last_swap", None)}
 
 
 def can_swap(core: Any) -> bool:
@@ -129,6 +129,7 @@ def swap_between_steps(core: Any, seq: int, label: str, kv_cache: str, anew: boo
     else:
         answer |= _call_workers(core, seq, anew)
     answer["swap_ms"] = (time.perf_counter() - drained) * 1e3
+    core.deltawire_last_swap = {name: answer[name] for name in ("outcome", "drain_ms", "swap_ms", "preempted")}
     if answer["outcome"] == "quarantined":
         core.set_weight_version(QUARANTINED_LABEL)
         engine_holds.hold(core, engine_holds.FAILED)
@@ -161,7 +162,7 @@ def _drop_caches(core: Any) -> int:
 def _call_workers(core: Any, seq: int, anew: bool) -> dict[str, Any]:
     """Let all workers swap. They return their status and outcome, and never raise. If one has died, the state of all is unknown."""
     try:
-        workers: list[Mapping[str, Any]] = core.model_executor.collective_rpc(_swap_worker, None, (seq, anew))
+        workers: list[Mapping[str, Any]] = core.model_executor.collective_rpc(SWAP, None, (seq, anew))
     except Exception as error:
         return {"outcome": "quarantined", "error": f"the workers did not answer: {error}"}
     outcomes = {worker["outcome"] for worker in workers}
@@ -181,32 +182,3 @@ def _is_running(core: Any) -> bool:
     from vllm.v1.core.sched.interface import PauseState
 
     return bool(core.scheduler.pause_state == PauseState.UNPAUSED and not core.model_executor.is_sleeping)
-
-
-# In the workers
-
-
-def _swap_worker(worker: Any, seq: int, anew: bool) -> dict[str, Any]:
-    """Swap in one worker. Returns its status, and the outcome. vLLM sends this function to the workers by its name."""
-    own = getattr(worker, SWAP, None)
-    return dict(own(seq, anew)) if own is not None else _swap_by_update(worker, seq, anew)
-
-
-def _swap_by_update(worker: Any, seq: int, anew: bool) -> dict[str, Any]:
-    """Make the calls of vLLM's routes for an update, one after the other. Returns the status of the worker, and the outcome."""
-    error: str | None = None
-    calls: list[Callable[[], None]] = [
-        worker.start_weight_update,
-        lambda: worker.update_weights({"seq": seq, "anew": anew}),
-        worker.finish_weight_update,
-    ]
-    try:
-        worker._weight_update_active = False  # an update may have been begun and abandoned
-        for call in calls:
-            call()
-    except Exception as failure:
-        error = f"{type(failure).__name__}: {failure}"
-        worker._weight_update_active = False
-    status: dict[str, Any] = worker.weight_transfer_engine.status()
-    outcome = "quarantined" if status["quarantined"] else "made" if error is None and status["seq"] == seq else "refused"
-    return {**status, "error": status["error"] or error, "outcome": outcome}
