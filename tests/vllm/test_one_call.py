@@ -82,7 +82,8 @@ def test_each_token_has_the_label_of_the_version_that_made_it(
         assert sidecar.step() is not None
 
     for kv_cache in (KvCache.KEEP, KvCache.DROP):
-        sidecar = Sidecar(server.url, run.store, run.mirror, kv_cache=kv_cache, on_event=events.append)
+        mirror = None if ranks == 1 else run.mirror
+        sidecar = Sidecar(server.url, run.store, mirror, kv_cache=kv_cache, on_event=events.append)
         swap(sidecar)
         waiting.join()
         with Clients(server.url) as clients:
