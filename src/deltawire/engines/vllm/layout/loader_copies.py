@@ -156,9 +156,11 @@ def _raw_parameters(model: Any, prefix: str) -> Iterator[list[RawParameter]]:
             RawParameter(module, prefix + name, key, tensor) for name, module in model.named_modules() for key, tensor in _put_raw(module)
         ]
     finally:
-        for module, attributes in saved:
-            vars(module).clear()
-            vars(module).update(attributes)
+        for module, attributes in saved:  # only what differs, because other threads may read attributes of the model meanwhile
+            now = vars(module)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            now.update({name: value for name, value in attributes.items() if now.get(name, saved) is not value})
 
 
 def raw_tensors(module: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
