@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +62,8 @@ class PendingWeights:
         self._quantiser = quantiser
         self._whole = whole
         self._state = state
+        self._sources: dict[str, Tensor] = {}
+        """The sources as arrays. This keeps them alive, because a state may make new arrays at each access."""
         self._kept_alive: tuple[object, ...] = ()
         self._keeps_codes = False
         self.preparation: _native.Quantisation | None = None
@@ -75,8 +77,11 @@ class PendingWeights:
         """
         self._keeps_codes = keeps_codes or any(weight.columns > _WIDE for weight in self._whole.weights)
         sources = _as_arrays(self._whole.weights, self._state)
-        made = None if sources is None else self._whole.quantise_arrays(self, sources, previous, out)
-        self._kept_alive = (sources, previous, made)
+        if sources is None:
+            return None
+        made = self._whole.quantise_arrays(self, sources, previous, out)
+        self._sources = sources
+        self._kept_alive = (previous, made)
         return made
 
     def quantise_weights(self, recipe: Recipe, weights: WeightTable) -> int | None:
@@ -95,16 +100,16 @@ class PendingWeights:
         bad = self.preparation.first_nonfinite()
         if bad is not None:
             weight = self._whole.weights[bad]
-            source = typed(tensor_bits(weight.source, self._state[weight.source]).bits, weight.dtype)
+            source = typed(tensor_bits(weight.source, self._sources[weight.source]).bits, weight.dtype)
             rows = source.reshape(-1, weight.columns)[weight.first_row : weight.first_row + weight.rows]
             raise nonfinite_weight(weight.source, nonfinite_elements(rows))
 
 
-def _as_arrays(weights: Iterable[QuantisedWeight], state: State) -> State | None:
+def _as_arrays(weights: Iterable[QuantisedWeight], state: State) -> dict[str, Tensor] | None:
     """Return the sources of weights as arrays that share their memory; None if one is missing, or on a GPU."""
-    sources = {weight.source: state.get(weight.source) for weight in weights}
-    if {type(source) for source in sources.values()} <= {np.ndarray}:
-        return state
+    sources = {name: state.get(name) for name in dict.fromkeys(weight.source for weight in weights)}
+    if set(map(type, sources.values())) <= {np.ndarray}:
+        return cast("dict[str, Tensor]", sources)
     arrays: dict[str, Tensor] = {}
     for name, source in sources.items():
         tensor = None if source is None else tensor_bits(name, source)

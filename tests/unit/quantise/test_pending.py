@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -208,3 +212,39 @@ def test_many_threads_that_need_the_same_rows(keeps) -> None:
 def test_very_wide_weights(spelling) -> None:
     before = masters([(8, 1 << 17), (8, 128)])
     check(spelling, before, moved(before, 0.01), threads=2)
+
+
+class NewArrays(Mapping):
+    """Makes a new array at each access, as a state may that is larger than memory. The memory of an array is overwritten if it dies."""
+
+    def __init__(self, state) -> None:
+        self._state = state
+
+    def __getitem__(self, name):
+        copy = self._state[name].copy()
+        memory = (ctypes.c_ubyte * copy.nbytes).from_buffer(copy.reshape(-1).view(np.uint8))
+        weakref.finalize(memory, copy.fill, np.nan)
+        return np.frombuffer(memory, copy.dtype).reshape(copy.shape)
+
+    def __iter__(self):
+        return iter(self._state)
+
+    def __len__(self):
+        return len(self._state)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_arrays_that_a_state_makes_at_each_access_live_until_they_are_encoded(keeps) -> None:
+    before = masters([(140, 256), (9, 128)])
+    after = moved(before, 0.01)
+    layout = QuantisedLayout.of_state("fp8-block", before)
+    published = layout.quantise(layout.outputs, before)
+    expected = layout.quantise(layout.outputs, after, published)
+    pending = quantise_to_encode(layout, layout.outputs, NewArrays(after), published, keeps_codes=keeps)
+    assert isinstance(pending, PendingState)
+    assert encode_with_summary(published, pending) == encode_with_summary(published, expected)
+    assert_same_state(pending, expected)
+    after[layer(0)][3, 5] = np.nan
+    pending = quantise_to_encode(layout, layout.outputs, NewArrays(after), published, keeps_codes=keeps)
+    with pytest.raises(NonFiniteWeights, match="1 element is NaN or infinite"):
+        encode_with_summary(published, pending)
