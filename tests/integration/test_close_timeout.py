@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -138,11 +139,15 @@ def test_many_processes_give_up_shortcuts_that_the_store_never_accepts(stuck, ra
     assert [commit["kind"] for commit in read_commits(store)] == ["fence", "anchor", "delta"]
 
 
-def test_there_need_not_be_a_limit():
+@pytest.mark.parametrize("seconds", [None, math.inf, 1e10])
+def test_there_need_not_be_a_limit(seconds):
     training = Training()
-    with publisher(MemoryStore(), background=True, close_timeout=None, anchor_policy=ALWAYS) as chain:
+    with publisher(MemoryStore(), background=True, close_timeout=seconds, anchor_policy=ALWAYS) as chain:
         chain.publish(training.step())
     assert chain.version is not None
+
+
+def test_a_limit_is_a_positive_number():
     for seconds in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="close_timeout is a positive number"):
             WriterOptions(close_timeout=seconds)

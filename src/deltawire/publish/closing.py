@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -11,6 +12,9 @@ from ..events import OnEvent, emit
 from .shortcuts.job_thread import JobThread
 from .upload.upload_pool import UploadPool
 
+_LONGEST = threading.TIMEOUT_MAX / 2
+"""A longer time, such as infinity, is no limit. Python raises OverflowError if a thread is to wait for so long."""
+
 
 class Closing:
     """The time that is left to close a publisher. It begins now.
@@ -18,12 +22,12 @@ class Closing:
     Parameters
     ----------
     seconds
-        The time limit (`WriterOptions.close_timeout`). None: no limit.
+        The time limit (`WriterOptions.close_timeout`). None or infinity: no limit.
     """
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
-        self._deadline = None if seconds is None else time.monotonic() + seconds
+        self._deadline = None if seconds is None or seconds > _LONGEST else time.monotonic() + seconds
 
     @property
     def left(self) -> float | None:

@@ -49,7 +49,8 @@ class WriterOptions:
     close_timeout
         How many seconds `close`, or the end of a `with` block, waits for the store. Then it raises `CloseTimeout`, which names the versions
         that are not published. If only skips or anchors are not done, it gives them up with an event `shortcut-failed`. The time limit is
-        for a `Store` of your own with a call that never returns: calls of the other stores end by themselves. None: no limit.
+        for a `Store` of your own with a call that never returns: calls of the other stores end by themselves. None or infinity: no
+        limit.
     store
         Says how the store is reached if the writer is given a URL. An open `Store` has its own options. See `StoreOptions`.
     """
