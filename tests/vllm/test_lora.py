@@ -18,6 +18,7 @@ from tiny_checkpoints import HEAD, HEADS, HIDDEN, TinyModel
 
 from deltawire.engines.vllm.lora import CONFIG, WEIGHTS, LoraAdapters, adapter_name, base_digest, split_adapter_name
 from deltawire.engines.vllm.routes import RouteFailed
+from deltawire.engines.vllm.sidecar import Sidecar
 from deltawire.errors import EngineRefused, SpoolError
 from deltawire.events import Event
 from deltawire.format.checkpoints.checkpoint import Checkpoint
@@ -233,3 +234,35 @@ def test_a_server_serves_several_versions_of_an_adapter_side_by_side(
     with pytest.raises(EngineRefused, match="rank"):
         adapters.load(4, tiny_adapter(1.0), wide)
     assert server.generate(model="math-v3") == base
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("DELTAWIRE_TEST_EVERY_SYNC"), reason="it takes two servers of its own")
+def test_the_base_of_an_adapter_is_updated_in_live_memory(
+    start_run: Callable[..., Any], serve: Callable[..., LiveServer], tmp_path: Path
+) -> None:
+    run = start_run(TinyModel("dense"))
+    run.publish(changed=False)
+    options = {
+        "arguments": ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"],
+        "environment": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
+    }
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none", "task_type": "CAUSAL_LM"}
+    files = {CONFIG: json.dumps(config).encode()}
+    server = serve(run.checkpoint, **options).wait()
+    adapters = LoraAdapters(server.routes, tmp_path / "lora")
+    adapters.load(1, tiny_adapter(3.0), files)
+    events: list[Event] = []
+    sidecar = Sidecar(server.url, run.store, tmp_path / "mirror", spool=tmp_path / "spool", on_event=events.append)
+    sidecar.step()
+    for number in (2, 3):
+        run.publish()
+        adapters.before_swap(tiny_adapter(3.0))
+        sidecar.step()
+        adapters.load(number, tiny_adapter(3.0), files)
+    sidecar.close()
+    assert [event.fields["live"] for event in events if event.name == "swapped"] == [1, 1]
+    fresh = serve(run.saved(), **options).wait()
+    LoraAdapters(fresh.routes, tmp_path / "fresh").load(3, tiny_adapter(3.0), files)
+    for model in ("tiny", "math-v3"):
+        assert server.generate(model=model) == fresh.generate(model=model)

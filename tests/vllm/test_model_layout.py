@@ -138,6 +138,22 @@ def test_a_tensor_that_no_loader_takes_is_absent_and_one_that_fails_has_a_reason
     assert layout.tensors["model.embed_tokens.weight"].kind == "direct"
 
 
+def test_slots_of_lora_adapters_do_not_depend_on_weights_but_other_tensors_may(
+    dense: tuple[LoadedModel, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from deltawire.engines.vllm.layout.model_layout import learn_layout
+
+    loaded, weights = dense
+    module = loaded.model.logits_processor
+    for name, is_derived in (("lora_a_stacked", False), ("w13_lora_b_stacked", False), ("doubled", True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, torch.ones(2, 8), raising=False)
+            layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights))
+        assert bool(layout.modules) == is_derived
+
+
 def test_the_layout_is_invalid_once_a_tensor_has_moved(dense: tuple[LoadedModel, dict[str, Any]]) -> None:
     from deltawire.engines.vllm.layout.model_layout import learn_layout
 

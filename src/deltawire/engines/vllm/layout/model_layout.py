@@ -443,8 +443,14 @@ def _live_tensors(module: Any) -> dict[Path, torch.Tensor]:
     return {path: tensor for path, tensor in processing_map.tensors_of(module).items() if tensor.device.type != "meta"}
 
 
-_HARMLESS = ("kv_cache", "cos_sin_cache", "inv_freq", "_k_scale", "_v_scale", "_q_scale", "_prob_scale")
-"""Attributes whose tensors do not depend on weights of the chain. Scales that do come from the chain have loaders (see `_learn`)."""
+_HARMLESS = frozenset(
+    {"kv_cache", "cos_sin_cache", "inv_freq", "_k_scale", "_v_scale", "_q_scale", "_prob_scale"}
+    | {f"{part}lora_{side}_stacked" for part in ("", "w13_", "w2_") for side in "ab"}
+    | {"lora_a_stacked_2d", "full_weight_stacked", "full_bias_stacked"}
+)
+"""Attributes whose tensors do not depend on weights of the chain: caches, default scales, and the slots of LoRA adapters, which are never
+merged into weights. Scales that do come from the chain have loaders (see `_learn`).
+"""
 
 
 def _is_derived(path: Path, tensor: torch.Tensor, known: set[int]) -> bool:
