@@ -154,6 +154,48 @@ def test_a_server_that_loads_from_the_mirror_continues_in_live_memory(tmp_path: 
     backend.shutdown()
 
 
+def test_a_late_check_does_not_see_weights_that_are_being_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(tmp_path, *CASES["dense"])
+    loaded = load_model(chain.checkpoints[0])
+    from deltawire.engines.vllm import loading
+    from deltawire.engines.vllm.live_staging import LiveStaging
+    from deltawire.engines.vllm.live_weights import LiveWeights
+
+    backend = start_backend(loaded, mirror=str(tmp_path / "mirror"), url=chain.url, spool=str(chain.spool.folder), confirm="written")
+    is_checking, may_check, checked = threading.Event(), threading.Event(), threading.Event()
+    check = LiveWeights.check_direct
+
+    def slowly(weights: LiveWeights) -> None:
+        is_checking.set()
+        may_check.wait()
+        check(weights)
+        checked.set()
+
+    with loaded.active():
+        backend.learn(str(chain.spool.table_path))
+        backend.adopt(chain.ref(0).plain())
+        monkeypatch.setattr(LiveWeights, "check_direct", slowly)
+        assert backend.swap(chain.put(1))["outcome"] == "made"
+        is_checking.wait()
+        load_all = loading.load_all
+
+        def load_when_checked(*arguments: Any) -> None:
+            assert checked.is_set()
+            load_all(*arguments)
+
+        monkeypatch.setattr(loading, "load_all", load_when_checked)
+        wait = LiveStaging.wait
+
+        def wait_for_check(staging: LiveStaging) -> None:
+            may_check.set()
+            wait(staging)
+
+        monkeypatch.setattr(LiveStaging, "wait", wait_for_check)
+        answer = backend.swap(chain.commits[2].seq, anew=True)
+        assert (answer["outcome"], answer["quarantined"]) == ("made", False), answer["error"]
+    backend.shutdown()
+
+
 def test_failed_swaps_are_undone_or_quarantine_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from deltawire.engines.vllm.layout_update import LayoutUpdate
 

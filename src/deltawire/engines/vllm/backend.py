@@ -296,6 +296,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             if found.outcome != "refused":
                 self._mirror.forget()  # the version that the mirror holds is no longer that of the weights
             return found
+        if self._updates is not None:
+            self._updates.wait()
         if self._cold_start is not None:
             return self._cold_start.bring(seq, anew=anew)
         if self._mirror.stager is None:

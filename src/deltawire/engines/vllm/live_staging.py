@@ -67,6 +67,10 @@ class LiveStaging:
         """Let the staging thread do other work, before it stages anything else."""
         self._thread.submit(work)
 
+    def wait(self) -> None:
+        """Return when the staging thread has done all its work."""
+        self._thread.submit(int).result()
+
     def close(self) -> None:
         """Drop the staged update, and end the thread."""
         self.forget()

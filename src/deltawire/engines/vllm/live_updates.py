@@ -142,6 +142,11 @@ class LiveUpdates:
             self._staging.run_later(self._confirm)
         return outcome
 
+    def wait(self) -> None:
+        """Return when nothing reads the weights any more, so that other code may write to them."""
+        self._staging.forget()
+        self._staging.wait()
+
     def forget(self) -> None:
         """Forget the version, because other code has written to the weights. They are then not quarantined."""
         self._staging.forget()
