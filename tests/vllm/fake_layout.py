@@ -192,10 +192,18 @@ class FakeWorker:
     """A worker with the first version of a chain, and the chain. Files have direct and other tensors if they are `mixed`."""
 
     def __init__(
-        self, *, layout: Any = FakeLayout, mixed: bool = True, tied: Mapping[str, str] | None = None, adopt: bool = True, **options: Any
+        self,
+        *,
+        layout: Any = FakeLayout,
+        mixed: bool = True,
+        tied: Mapping[str, str] | None = None,
+        more: Mapping[str, tuple[int, ...]] | None = None,
+        adopt: bool = True,
+        **options: Any,
     ) -> None:
         self._rng = np.random.default_rng(1)
         self.state = first_state(self._rng)
+        self.state |= {name: self._rng.standard_normal(shape).astype(ml_dtypes.bfloat16) for name, shape in (more or {}).items()}
         self.state |= {name: self.state[first].copy() for name, first in (tied or {}).items()}
         self.new_layout: Any = functools.partial(layout, tied=tied)
         self._store = MemoryStore()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import threading
@@ -108,6 +109,43 @@ def test_a_gpu_decodes_files_of_direct_tensors_together(monkeypatch: pytest.Monk
 
 def flip_last(data: bytes) -> bytes:
     return data[:-1] + bytes([data[-1] ^ 1])
+
+
+def test_only_units_that_change_are_written(worker: FakeWorker) -> None:
+    """Two 4-bit units share a byte of the checkpoint. If one of them changes, only this one is listed."""
+
+    def change_low_halves(state: State) -> None:
+        state["nibbles"][:, ::2] ^= 3
+
+    staged = worker.weights.stage(worker.step(change_low_halves), worker.read)
+    assert staged.update is not None
+    assert sum(len(scatter.indices) for scatter in staged.update._scatters) == 16 * 16
+    assert worker.weights.swap(staged, alone).outcome == "made"
+    assert worker.held() == worker.expected()
+
+
+@pytest.mark.usefixtures("device")
+def test_the_lists_of_one_storage_are_merged() -> None:
+    class OneStorage(FakeLayout):
+        """Holds "turned" and "another" in one storage."""
+
+        def _hold(self, name: str, array: Any) -> Any:
+            layout = super()._hold("turned" if name == "another" else name, array)
+            if name in ("another", "turned"):
+                part = 0 if name == "another" else 1
+                room = self.memory.setdefault("both", torch.zeros(2 * array.size, dtype=torch.int16))
+                room[part * array.size :][: array.size] = self.memory.pop("turned")
+                (nest,) = layout.placements[0].nests
+                moved = dataclasses.replace(nest, target_start=part * array.size)
+                layout = dataclasses.replace(layout, placements=(dataclasses.replace(layout.placements[0], nests=(moved,), memory=room),))
+            return layout
+
+    worker = FakeWorker(layout=OneStorage, more={"another": (24, 56)})
+    staged = worker.weights.stage(worker.step(), worker.read)
+    assert staged.update is not None
+    assert len([scatter for scatter in staged.update._scatters if scatter.memory is worker.layout.memory["both"]]) == 1
+    assert worker.weights.swap(staged, alone).outcome == "made"
+    assert worker.held() == worker.expected()
 
 
 def test_a_hop_without_files_only_changes_the_label(worker: FakeWorker) -> None:

@@ -175,6 +175,9 @@ class LayoutUpdate:
             self._direct.compact()
             self._patches.append(self._direct)
             self._direct = None
+        with on_side_stream(_some_memory(self._layout.tensors)) as wait:
+            self._scatters = _merged(self._scatters)
+            wait()
 
     def new_tensor(self, name: str) -> torch.Tensor:
         """Return an input of a module that is processed again, as the update makes it, in checkpoint layout and in new memory.
@@ -199,8 +202,11 @@ class LayoutUpdate:
             Where they are, and their new values.
         """
         for scatter in scatters:
+            scatter.old = _read(scatter)  # not in the swap, because generation waits for that
+            if scatter.half is not None:  # an element of packed weights has several units, of which few have changed
+                changed = scatter.old != scatter.new
+                scatter.indices, scatter.new, scatter.old = scatter.indices[changed], scatter.new[changed], scatter.old[changed]
             if len(scatter.indices):
-                scatter.old = _read(scatter)  # not in the swap, because generation waits for that
                 self._scatters.append(scatter)
                 self.nbytes += scatter.indices.nbytes + 2 * scatter.new.nbytes
 
@@ -425,6 +431,23 @@ def _write(scatter: Scatter, values: torch.Tensor) -> None:
         keeps = 0x0F if scatter.half else -16  # the bits of the other half, in a signed byte
         values = scatter.memory[scatter.indices] & keeps | values << 4 * scatter.half
     scatter.memory[scatter.indices] = values
+
+
+def _merged(scatters: Sequence[Scatter]) -> list[Scatter]:
+    """Return one list for each storage, because a swap takes time for every list. Thousands of experts may be in a few storages."""
+    groups: dict[object, list[Scatter]] = {}
+    for scatter in scatters:
+        key = scatter.memory.data_ptr(), scatter.memory.dtype, scatter.indices.dtype, scatter.half
+        groups.setdefault(key, []).append(scatter)
+    found = []
+    for group in groups.values():
+        first, old = group[0], [scatter.old for scatter in group if scatter.old is not None]
+        if len(group) > 1:
+            first.indices = torch.cat([scatter.indices for scatter in group])
+            first.new, first.old = torch.cat([scatter.new for scatter in group]), torch.cat(old)
+        found.append(first)
+        group.clear()
+    return found
 
 
 def _narrow(indices: torch.Tensor, count: int) -> torch.Tensor:
