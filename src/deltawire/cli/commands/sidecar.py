@@ -124,7 +124,7 @@ def sidecar(
     them back. Sidecar and server may be restarted at any time. If the weights of the server are in an unknown state, it stays paused until
     the sidecar has loaded a full checkpoint.
 
-    The command prints a line per swap. Ctrl-C and SIGTERM end it with code 0.
+    The command prints a line per version. Ctrl-C and SIGTERM end it with code 0.
     """
     if no_mirror and (mirror is not None or updates is Updates.mirror):
         raise typer.BadParameter("--no-mirror cannot be combined with --mirror or --updates mirror.")
@@ -169,7 +169,7 @@ def _print_as_json(event: Event) -> None:
 
 
 class _Listener:
-    """Prints a line per swap, and a notice about each problem, once while the problem lasts."""
+    """Prints a line per version, and a notice about each problem, once while the problem lasts."""
 
     def __init__(self, verbose: bool = False) -> None:
         self._verbose = verbose
@@ -196,7 +196,7 @@ class _Listener:
         elif event.name == "engine-held":
             self._notice(f"the server is not used yet: {fields['reason']}")
         elif event.name == "adopted":
-            self._notice(f"the server was started with version {fields['updates']}")
+            print_line(f"version {fields['updates']}  the server was started with it")
         elif event.name == "mirror-used":
             self._notice(f"updates come from the mirror: {fields['reason']}")
         elif event.name == "attachments-changed":
