@@ -182,9 +182,8 @@ def _sidecar(url: str, folder: Path, events: list[Event]) -> Sidecar:
     """Return a sidecar of this or of an older release."""
     parameters = inspect.signature(Sidecar.__init__).parameters
     places: dict[str, Any] = {"spool": folder / "spool"} if "spool" in parameters else {}
-    if parameters["mirror"].default is inspect.Parameter.empty:
-        places["mirror"] = folder / "mirror"
-    return Sidecar(url, str(folder / "store"), on_event=events.append, **places)
+    mirror = None if "spool" in parameters else folder / "mirror"  # older releases need one
+    return Sidecar(url, str(folder / "store"), mirror, on_event=events.append, **places)
 
 
 def _watched(sidecar: Sidecar) -> list[tuple[str, float, float]]:

@@ -1,10 +1,18 @@
-"""A vLLM plugin for tests. Updates fail half-way in the workers of the ranks that the file named by DELTAWIRE_TEST_FAULTS lists."""
+"""A vLLM plugin for tests. Updates fail half-way in the workers of the ranks that the file named by DELTAWIRE_TEST_FAULTS lists.
+
+{"write": RANKS}          fails when half of an update from the mirror is written
+{"load": RANKS}           fails to load everything
+{"apply": RANKS}          fails when an update of live memory is written
+{"killed-staging": RANKS} is killed while it decodes an update
+{"killed-written": RANKS} is killed when an update of live memory is written, and not confirmed yet
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +27,7 @@ def register() -> None:
 
     if getattr(loading.load_all, "is_faulty", False):
         return
-    write, load_all, apply = MappedChanges.write, loading.load_all, LayoutUpdate.apply
+    write, load_all, apply, add = MappedChanges.write, loading.load_all, LayoutUpdate.apply, LayoutUpdate.add
 
     def fails(kind: str) -> bool:
         from vllm.distributed.parallel_state import get_world_group
@@ -38,11 +46,19 @@ def register() -> None:
             raise RuntimeError("injected: nothing can be loaded")
         load_all(model, model_config, weights)
 
+    def add_or_die(update: LayoutUpdate, *arguments: Any) -> Any:
+        found = add(update, *arguments)
+        if fails("killed-staging"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
     def apply_and_fail(update: LayoutUpdate) -> None:
         apply(update)
+        if fails("killed-written"):
+            os.kill(os.getpid(), signal.SIGKILL)
         if fails("apply"):
             raise RuntimeError("injected: the update is written, but the worker fails")
 
     load_nothing.is_faulty = True  # type: ignore[attr-defined]
-    LayoutUpdate.apply = apply_and_fail  # type: ignore[method-assign]
+    LayoutUpdate.apply, LayoutUpdate.add = apply_and_fail, add_or_die  # type: ignore[method-assign]
     MappedChanges.write, loading.load_all = write_some, load_nothing  # type: ignore[method-assign]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import random
 import signal
@@ -137,6 +139,42 @@ def test_a_delta_that_one_worker_cannot_write_is_undone_in_all_of_them(
     faults.unlink()
     wait_until(lambda: is_at(server, version.seq), "the version, after the fault")
     assert server.routes.checksums() == runtime_hashes(run.state, 2)
+
+
+@pytest.mark.parametrize(("moment", "rank"), [("staging", 1), ("written", 0)])
+def test_a_worker_that_is_killed_in_an_update_ends_its_server_and_nothing_wrong_is_served(
+    moment: str, rank: int, tmp_path: Path, start_run: Callable, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
+) -> None:
+    run = start_run(DENSE)
+    before = run.publish(changed=False)
+    faults = tmp_path / "faults.json"
+    server = serve(run.checkpoint, ranks=2, environment={"DELTAWIRE_TEST_FAULTS": str(faults)}).wait()
+    sidecar = follow(server.url, run.store, run.mirror)
+    wait_until(lambda: is_at(server, before.seq), f"the first version: {sidecar.log_tail()}")
+    wanted = server.generate()
+    answers: list[list[int]] = []
+
+    def ask() -> None:
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, http.client.HTTPException
+        ):  # the server ends, perhaps in the middle of an answer
+            while True:
+                answers.append(server.generate())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: bool(answers), "an answer")
+    faults.write_text(json.dumps({f"killed-{moment}": [rank]}))
+    version = run.publish()
+    asking.join()
+    assert all(answer == wanted for answer in answers)
+    wait_until(lambda: bool(sidecar.events("engine-lost") or sidecar.events("swap-failed")), f"a report: {sidecar.log_tail()}")
+    server.kill()
+
+    faults.unlink()
+    again = serve(run.checkpoint, ranks=2, port=server.port).wait()
+    wait_until(lambda: is_at(again, version.seq), f"the version: {sidecar.log_tail()}")
+    assert again.routes.checksums() == runtime_hashes(run.state, 2)
 
 
 def test_a_trainer_can_drive_the_routes_and_an_unavailable_version_changes_nothing(
