@@ -46,8 +46,11 @@ _MANIFEST = re.compile(r"hop-(0|[1-9][0-9]{0,18})-(0|[1-9][0-9]{0,18})\.json")
 _PAUSE = 0.02
 _KEPT_SHARDS = 2
 """Shards of a checkpoint that stay while workers load it: the one that most of them load, and the next one."""
-_ROOM = 4
-"""The default directory is in memory if there is room for this many deltas."""
+_ROOM, _LEAST_ROOM = 4, 1 << 30
+"""The default directory is in memory if there is room for this many deltas, and at least for this many bytes.
+
+In a container, /dev/shm often has only 64 MB.
+"""
 _HEALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO})
 """Conditions that may end without help, for example when another program frees space."""
 
@@ -161,6 +164,12 @@ class DeltaSpool:
                 with lock:
                     self._tidy(newest)
 
+    def drop_abandoned(self) -> None:
+        """Delete what is as large as a model and belongs to processes that have ended: shards, and tensors that workers shared."""
+        with spool_errors(self.folder):
+            self._drop_shards()
+            remove_abandoned(self.folder / "kept")
+
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Keep the shards that `shard` fetches for as long as any process is in this context. The last one deletes them."""
@@ -254,8 +263,7 @@ class DeltaSpool:
             self._files.keep_only([*also, *(entry for _, hop in hops[:newest] for entry in hop.files)])
         for path in self.folder.glob(f"*{PART}"):
             path.unlink(missing_ok=True)
-        self._drop_shards()
-        remove_abandoned(self.folder / "kept")
+        self.drop_abandoned()
 
     def _drop_shards(self, *, keep: int = 0) -> None:
         """Delete the shards that were used longest ago. Without `keep`, delete all, unless a process is loading."""
@@ -294,21 +302,24 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def default_spool(url: str, delta_bytes: int = 0) -> Path:
-    """Return the usual directory for the spool of a chain: in memory (/dev/shm) if there is room for four deltas, otherwise in this user's
-    cache.
+    """Return the usual directory for the spool of a chain: in memory (/dev/shm) if there is room for four deltas and at least 1 GiB,
+    otherwise in this user's cache. Frees the memory that killed servers of other chains have left there.
 
     Parameters
     ----------
     url
         The location of the chain.
     delta_bytes
-        About how many bytes a delta has.
+        About how many bytes a delta has. 0 if that is not known.
     """
     name = blake3(url.encode()).hexdigest()[:16]
     root = Path("/dev/shm") / f"deltawire-{os.getuid()}"
     with contextlib.suppress(OSError, SpoolError):
-        if shutil.disk_usage(root.parent).free >= _ROOM * delta_bytes:
-            _make_private(root)
+        _make_private(root)
+        for other in root.iterdir():  # of earlier runs, whose sidecars and servers may have been killed
+            with contextlib.suppress(SpoolError):
+                DeltaSpool(other).drop_abandoned()
+        if shutil.disk_usage(root).free >= max(_ROOM * delta_bytes, _LEAST_ROOM):
             return root / name
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "deltawire" / "spools" / name

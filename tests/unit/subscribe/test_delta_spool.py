@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
 from deltawire.subscribe import delta_spool
 from deltawire.subscribe.delta_spool import DeltaSpool, default_spool
+from deltawire.subscribe.mirror.locks import FileLock
 from deltawire.subscribe.spooled_hop import SpooledHop
 
 
@@ -333,15 +336,42 @@ def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path, mode: i
         put(DeltaSpool(tmp_path / "link"), grown_chain(), 2)
 
 
-def test_the_usual_directory_is_in_memory_if_four_deltas_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_the_usual_directory_is_in_memory_if_there_is_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    small, same, other = default_spool("s3://a/b"), default_spool("s3://a/b", 1), default_spool("s3://a/c")
-    assert small == same != other
-    assert small.parent == other.parent
-    assert default_spool("s3://a/b", 1 << 60) == tmp_path / "deltawire" / "spools" / small.name
-    if Path("/dev/shm").is_dir():
-        assert small.parent == Path(f"/dev/shm/deltawire-{os.getuid()}")
-        assert small.parent.stat().st_mode & 0o777 == 0o700
+    in_memory, in_cache = Path(f"/dev/shm/deltawire-{os.getuid()}"), tmp_path / "deltawire" / "spools"
+    gigabyte = 1 << 30
+    for free, delta_bytes, folder in [
+        (8 * gigabyte, 0, in_memory),
+        (8 * gigabyte, 2 * gigabyte, in_memory),
+        (8 * gigabyte, 3 * gigabyte, in_cache),
+        (64 << 20, 0, in_cache),  # as in a container
+    ]:
+        monkeypatch.setattr(delta_spool.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        found = default_spool("s3://a/b", delta_bytes)
+        assert found.parent == folder
+        assert default_spool("s3://a/b", delta_bytes) == found != default_spool("s3://a/c", delta_bytes)
+    assert in_memory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_memory_that_killed_servers_of_other_chains_have_left_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_spool.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
+    left = default_spool(f"s3://a/{os.getpid()}")
+    try:
+        for server in ("dead", "running"):
+            (left / "kept" / server).mkdir(parents=True)
+            (left / "kept" / server / "alive").touch()
+        (left / "shards").mkdir()
+        (left / "shards" / "a.part").touch()
+        running = FileLock.try_shared(left / "kept" / "running" / "alive")
+        assert running is not None
+        default_spool("s3://a/b")
+        assert [path.name for path in (left / "kept").iterdir()] == ["running"]
+        assert not list((left / "shards").iterdir())
+        running.release()
+    finally:
+        shutil.rmtree(left)
 
 
 class SlowStore(WrappedStore):
