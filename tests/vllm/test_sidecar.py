@@ -23,6 +23,7 @@ from deltawire.engines.vllm.routes import EngineUnreachable, RouteFailed, SwapAn
 from deltawire.engines.vllm.sidecar import QUARANTINED_LABEL, Sidecar
 from deltawire.errors import EngineAsleep, EngineError, EngineQuarantined, EngineRefused, EngineUnavailable, StoreUnavailable, SwapFailed
 from deltawire.events import Event
+from deltawire.format.digest import Digest
 from deltawire.store import open_store
 from deltawire.subscribe.tensor_table import load_table
 
@@ -59,6 +60,7 @@ class ServerDouble:
             "last": {},
         }
         self.commit: str | None = None
+        self.digest: str | None = None
         self.started_with: int | None = None
         """The version whose weights the server was started with."""
 
@@ -82,6 +84,7 @@ class ServerDouble:
         core = {"one_call": self.one_call, "paused": self.paused, "asleep": self.asleep, "held": self.held}
         if self.is_live is not None:
             core |= {"live": self.is_live, "why_not": None if self.is_live else "of its layout", "commit": self.commit}
+            core |= {"digest": self.digest}
         return [{**self.worker, **core}, {**self.worker, **core}]
 
     def learn(self, table: Path) -> list[dict[str, Any]]:
@@ -646,3 +649,25 @@ def test_without_a_mirror_the_workers_load_full_checkpoints_themselves(scene: Sc
     assert "mirror-used" not in [event.name for event in scene.events]
     with pytest.raises(ValueError, match="must be live"):
         scene.start(has_mirror=False, live=False)
+
+
+def test_a_server_that_was_started_with_an_earlier_version_goes_on_from_there(scene: Scene) -> None:
+    scene.server.one_call = scene.server.is_live = True
+    scene.publish()
+    seq = scene.server.started_with = scene.publish()
+    scene.publisher.close()
+    scene.publisher = Publisher(scene.folder / "store")  # this writes a fence, which has the same digest
+    last = [scene.publish() for _ in range(3)][-1]
+    with open_store(scene.folder / "store") as store:
+        commit = ChainLog(store).read(seq)
+        assert commit is not None
+        assert commit.digest is not None
+        half = Digest((1, 2, 3, 4))  # two workers hold parts of the model, whose digests add up
+        halves = [half.hex(), (commit.digest - half).hex()]
+    status = scene.server.status
+    scene.server.status = lambda: [{**worker, "digest": digest} for worker, digest in zip(status(), halves, strict=True)]  # type: ignore[method-assign]
+    scene.sidecar.step()
+    assert scene.server.calls[:2] == ["learn", f"adopt {seq}"]
+    assert scene.server.calls[2:] == ["prepare", "swap drop"] * 3
+    assert scene.server.name == str(last)
+    assert not (scene.folder / "mirror").exists()

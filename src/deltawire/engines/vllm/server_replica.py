@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ...chain.version import Version
 from ...chain.walk_route import taking, walk_route
 from ...errors import ChainError, EngineQuarantined, EngineRefused, SpoolError
 from ...events import OnEvent, Value, emit
+from ...format.digest import Digest
 from ...format.records.version_records import Commit
 from ...subscribe.delta_spool import DeltaSpool
 from ...subscribe.mirror.mirror_replica import MirrorReplica
@@ -43,6 +45,8 @@ _FIRST_STAGING_POLL, _LONGEST_STAGING_POLL = 0.005, 0.25
 _MOST_LIVE_FAILURES = 2
 """After this many live updates that failed one after the other, the next one comes from the mirror."""
 _KEPT_HOPS = 2
+_MOST_ADOPTED = 64
+"""A server may have been started with any of this many versions before the newest one, or with the last full checkpoint."""
 
 Report = Callable[[str, int | None, str | None], None]
 """Tells the store what became of an update: the state of the engine, the number of its commit, and an error."""
@@ -206,7 +210,7 @@ class ServerReplica:
             return
         known = self._labelled(workers, context)
         if known is None and self._commit is None and self.controller.state is not SwapState.QUARANTINED:
-            known = self._adopt([target] if anchor.target == target else [target, anchor.target], context)
+            known = self._adopt(_started_with(workers, target, anchor.target, context), context)
         self._commit = known or self._commit
 
     def _labelled(self, workers: Sequence[WorkerStatus], context: SyncContext) -> Commit | None:
@@ -222,7 +226,7 @@ class ServerReplica:
             return None
         return commit
 
-    def _adopt(self, candidates: Sequence[Commit], context: SyncContext) -> Commit | None:
+    def _adopt(self, candidates: Iterable[Commit], context: SyncContext) -> Commit | None:
         """Return the version that a server was started with. The digest of its weights shows it. None if it is none of these."""
         for commit in candidates:
             ref = context.log.ref(commit)
@@ -382,3 +386,17 @@ class ServerReplica:
         if reason is not None and reason != self._told_why_not and self._settings.mirror is not None:
             emit(self._on_event, "mirror-used", reason=reason)
         self._told_why_not = reason
+
+
+def _started_with(workers: Sequence[WorkerStatus], target: Commit, anchor: Commit, context: SyncContext) -> Iterator[Commit]:
+    """Yield the versions that a server may have been started with: those with its digest, if its workers tell it."""
+    digests = [worker.get("digest") for worker in workers]
+    if not all(digests):
+        yield from (target,) if anchor == target else (target, anchor)
+        return
+    total = sum(map(Digest.from_hex, filter(None, digests)), Digest())
+    earlier = (context.log.read(seq) for seq in range(target.seq - 1, max(0, target.seq - _MOST_ADOPTED), -1))
+    for commit in itertools.chain((target, anchor), earlier):
+        if commit is not None and commit.digest == total and commit.kind != "fence" and not context.log.is_void(commit):
+            yield commit
+            return
