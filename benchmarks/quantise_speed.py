@@ -127,7 +127,7 @@ def measure(elements: int, rounds: int) -> Table:
     table.notes.append(
         f"Weights are normal with standard deviation 0.02, in matrices of {ROWS} × {COLUMNS}. The update is noise of 6e-7. "
         f"Scales are sticky. {min(SEGMENT, count)} matrices at a time are encoded against the version before, and quantised on the way: "
-        "codes stay in the cache. A publisher that makes skips also writes them to memory, which is used again; "
-        f"fp8-block is at {reading.wall / keeping.wall:.2f} × reading then."
+        "codes are in the cache then. They are also written to memory, which is used again; fp8-block writes them only for a publisher "
+        f"that makes skips, and is at {reading.wall / keeping.wall:.2f} × reading then."
     )
     return table

@@ -138,6 +138,25 @@ uint64_t Quantisation::unit_bytes(size_t number) const {
     return rule_.code_bytes(size_t(std::min(unit_rows_[number], all.rows)) * all.columns);
 }
 
+// Memory that begins with a cache line, because loads and stores across lines are slow.
+class AlignedBytes {
+public:
+    // Has at least this many bytes. Their contents are undefined.
+    void reserve(size_t bytes) {
+        if (bytes <= size_) return;
+        bytes_.reset(new (std::align_val_t(64)) uint8_t[bytes]);
+        size_ = bytes;
+    }
+    uint8_t* data() { return bytes_.get(); }
+
+private:
+    struct Free {
+        void operator()(uint8_t* p) const { ::operator delete[](p, std::align_val_t(64)); }
+    };
+    std::unique_ptr<uint8_t[], Free> bytes_;
+    size_t size_ = 0;
+};
+
 // Makes codes in memory of its own, unless they are kept.
 class Quantisation::CodeReader final : public Reader {
 public:
@@ -166,7 +185,7 @@ public:
 private:
     const uint8_t* codes(const Unit& unit) {
         if (unit == unit_) return codes_.data();
-        codes_.resize(std::max<size_t>(codes_.size(), of_.unit_bytes(unit.weight) + kSlack));
+        codes_.reserve(of_.unit_bytes(unit.weight) + kSlack);
         // The first thread that quantises the unit writes its scales.
         Progress seen = Progress::none;
         const bool is_first = of_.progress(unit).compare_exchange_strong(seen, Progress::done);
@@ -185,7 +204,8 @@ private:
 
     Quantisation& of_;
     Unit unit_{~uint32_t(0), 0};  // whose codes are in `codes_`
-    std::vector<uint8_t> codes_, scales_;
+    AlignedBytes codes_;
+    std::vector<uint8_t> scales_;
     std::array<uint8_t, kPieceBytes> piece_;
 };
 

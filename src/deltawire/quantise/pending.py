@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 1 << 12
 
+_UNWRITTEN = frozenset({"fp8-block"})
+"""The recipes whose codes need not be written. The others are not limited by the speed of memory, and it takes less processor time to write
+codes where they are kept than to a thread's own memory."""
+
 _WIDE = 1 << 16
 """If a weight has more columns, codes are written. A thread's own memory for 128 rows would be too large."""
 
@@ -75,7 +79,8 @@ class PendingWeights:
         `previous` and `out` are as for `WholeWeights.quantise_arrays`. They must not change either until the weights are quantised. With
         `keeps_codes`, codes are written when they are encoded.
         """
-        self._keeps_codes = keeps_codes or any(weight.columns > _WIDE for weight in self._whole.weights)
+        is_wide = any(weight.columns > _WIDE for weight in self._whole.weights)
+        self._keeps_codes = keeps_codes or is_wide or self._whole.recipe.name not in _UNWRITTEN
         sources = _as_arrays(self._whole.weights, self._state)
         if sources is None:
             return None

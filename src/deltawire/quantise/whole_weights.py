@@ -231,6 +231,10 @@ class WholeWeights:
         self._add_shapes(_HostMemory(), out, found)
         return found
 
+    @property
+    def recipe(self) -> Recipe:
+        return self._layout.recipe
+
     @cached_property
     def large_outputs(self) -> list[Output]:
         """The outputs for which the system's memory is slower than memory that is used again."""

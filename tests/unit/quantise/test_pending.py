@@ -16,12 +16,22 @@ from deltawire.codec import using_codec
 from deltawire.codec.native import instruction_sets
 from deltawire.delta.encode import encode_with_summary
 from deltawire.errors import NonFiniteWeights
-from deltawire.quantise import QuantisedLayout
+from deltawire.quantise import QuantisedLayout, Recipe
+from deltawire.quantise import pending as pending_module
 from deltawire.quantise.pending import ReusedMemory
 from deltawire.quantise.quantise import quantise_to_encode
 from deltawire.quantise.recipe import SPELLINGS
 from deltawire.quantise.whole_weights import WholeWeights
 from deltawire.tensors.pending_state import PendingState
+
+NAMES = frozenset(Recipe.parse(spelling).name for spelling in SPELLINGS)
+
+
+@pytest.fixture(autouse=True)
+def _every_recipe_may_leave_codes_unwritten(monkeypatch):
+    """A publisher writes the codes of most recipes, because that is faster. The bytes are the same if it does not."""
+    monkeypatch.setattr(pending_module, "_UNWRITTEN", NAMES)
+
 
 STEPS = {"nothing": 0.0, "little": 1e-4, "much": 0.5}
 """How far an update moves the weights, relative to their size. With the last one, chunks are stored raw."""
@@ -161,19 +171,21 @@ def test_whoever_reads_a_tensor_before_it_is_encoded_gets_it_written() -> None:
         assert encode_with_summary(published, pending) == encode_with_summary(published, expected)
 
 
-def test_codes_are_not_written_unless_the_caller_wants_to_read_them() -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize(("recipes", "is_written"), [(NAMES, False), (frozenset(), True)])
+def test_codes_are_not_written_unless_the_recipe_or_the_caller_wants_it(keeps, recipes, is_written, monkeypatch) -> None:
+    monkeypatch.setattr(pending_module, "_UNWRITTEN", recipes)
     before = masters([(128, 1 << 14)])
     layout = QuantisedLayout.of_state("fp8-block", before)
     published = layout.quantise(layout.outputs, before)
     codes = layout.weights[0].outputs["codes"]
-    for keeps in (False, True):
-        pending = quantise_to_encode(layout, layout.outputs, before, published, keeps_codes=keeps)
-        assert isinstance(pending, PendingState)
-        array = pending.unwritten.tensors[pending.unwritten.layout.names.index(codes)]
-        array.view(np.uint8).fill(0xAB)
-        encode_with_summary(published, pending)
-        assert (array.tobytes() == published[codes].tobytes()) == keeps
-        assert pending[codes].tobytes() == published[codes].tobytes()
+    pending = quantise_to_encode(layout, layout.outputs, before, published, keeps_codes=keeps)
+    assert isinstance(pending, PendingState)
+    array = pending.unwritten.tensors[pending.unwritten.layout.names.index(codes)]
+    array.view(np.uint8).fill(0xAB)
+    encode_with_summary(published, pending)
+    assert (array.tobytes() == published[codes].tobytes()) == (keeps or is_written)
+    assert pending[codes].tobytes() == published[codes].tobytes()
 
 
 def test_memory_is_used_again_for_large_arrays() -> None:
