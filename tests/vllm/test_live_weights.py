@@ -27,6 +27,7 @@ from deltawire.engines.vllm import layout_update  # noqa: E402
 from deltawire.engines.vllm.layout.types import ModuleRule  # noqa: E402
 from deltawire.engines.vllm.layout_update import LayoutUpdate  # noqa: E402
 from deltawire.engines.vllm.live_weights import LiveWeights  # noqa: E402
+from deltawire.engines.vllm.ownership import replicas_agree  # noqa: E402
 from deltawire.engines.vllm.update_types import SwapOutcome  # noqa: E402
 from deltawire.errors import BaseMismatch, CorruptDelta, EngineQuarantined, EngineRefused, ResultMismatch, TensorsTied  # noqa: E402
 
@@ -378,11 +379,13 @@ def test_two_workers_with_halves_of_tensors_follow_a_chain() -> None:
         worker.weights = LiveWeights(None, lambda _, worker=worker: worker.layout, source=kept[rank], threads=1)  # type: ignore[misc]
         worker.weights.learn(worker.table)
         worker.weights.own(held, rank)
-    for name in ("direct.too", "turned"):  # a wrong element of any worker, also of one that another worker owns, is noticed or not owned
+    for name in ("direct.too", "turned"):  # a wrong element is noticed, also in a copy of what another worker owns
         workers[1].layout.memory[name][3] ^= 1
-        total = workers[0].weights.digest().owned + workers[1].weights.digest().owned
-        assert (total == workers[0].version.digest) == (name == "direct.too")
+        found = [worker.weights.digest() for worker in workers]
+        assert (found[0].owned + found[1].owned == workers[0].version.digest) == (name == "direct.too")
+        assert replicas_agree([each.replicated for each in found]) == (name == "turned")
         workers[1].layout.memory[name][3] ^= 1
+    assert replicas_agree([worker.weights.digest().replicated for worker in workers])
     assert workers[0].weights.digest().owned + workers[1].weights.digest().owned == workers[0].version.digest
     for worker in workers:
         worker.weights.label(worker.version)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...subscribe.delta_spool import DeltaSpool
 from ...subscribe.tensor_table import TensorTable, load_table
 from .live_staging import LiveStaging
 from .live_weights import LiveWeights
+from .ownership import replicas_agree
 from .ranks import agree, failed_ranks, share, sum_of
 from .update_types import LiveVersion, SwapOutcome
 
@@ -43,6 +45,7 @@ class LiveUpdates:
         """Why updates cannot be written to live memory. None if they can. It is None in all workers or in none."""
         self._digest: Digest | None = None
         """The digest of what this worker owns. None if it is not known."""
+        self._replicated: Mapping[tuple[int, ...], Digest] = {}
 
     @property
     def is_ready(self) -> bool:
@@ -91,7 +94,7 @@ class LiveUpdates:
         if self.why_not is not None or ref.digest is None:
             return
         reason = self._find_digest() if self._digest is None else None
-        if failed_ranks(reason is not None):
+        if failed_ranks(reason is not None) or not replicas_agree(share(self._replicated)[0]):
             return
         if sum_of(self._digest or Digest()) == ref.digest:
             self.weights.label(LiveVersion(ref, ref.digest))
@@ -195,7 +198,8 @@ class LiveUpdates:
     def _find_digest(self) -> str | None:
         """Digest what this worker owns. Returns why that is impossible, or None."""
         try:
-            self._digest = self.weights.digest().owned
+            found = self.weights.digest()
+            self._digest, self._replicated = found.owned, found.replicated
             return None
         except Exception as error:
             logger.exception("deltawire: the weights cannot be digested")

@@ -174,11 +174,15 @@ class LiveWeights:
             self._direct_digest, self._mapped_digest = self._digest_direct(), Digest()
             foreign = {name: tensor for name, tensor in self._direct.items() if not self._owned[name].blocks and name not in self._unheld}
             owned = self._direct_digest - state_digest(foreign, threads=self._threads)
+            replicated: dict[tuple[int, ...], Digest] = {}
             for name, tensor in self.layout.tensors.items():
                 if tensor.direct is None:
                     owned += self._digest_other(name)
+                if holders := self._owned[name].holders:
+                    own = tensor.direct if tensor.direct is not None else self.layout.gather(name)
+                    replicated[holders] = replicated.get(holders, Digest()) + state_digest({name: own}, threads=self._threads)
             wait()
-        return Digests(owned)
+        return Digests(owned, replicated)
 
     def adopt(self, version: LiveVersion) -> None:
         """Take the weights for those of a version. Raises `BaseMismatch` if they are not.

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ...format.digest import Digest
 from .layout.types import Nest
 
 Blocks: TypeAlias = Mapping[str, Sequence[tuple[Nest, ...]]]
@@ -27,10 +28,13 @@ class Owned:
         The numbers of its parts that it owns.
     has_first
         Whether it owns the first element. The digest of a tensor also depends on its name, type and shape, which count once.
+    holders
+        The ranks that hold exactly the same parts as this worker, if there are several. Their parts must be equal.
     """
 
     blocks: frozenset[int]
     has_first: bool
+    holders: tuple[int, ...] = ()
 
 
 def find_owned(held: Sequence[Blocks], rank: int) -> tuple[dict[str, Owned], list[str]]:
@@ -55,8 +59,21 @@ def find_owned(held: Sequence[Blocks], rank: int) -> tuple[dict[str, Owned], lis
                 mine.setdefault(units, number)
         has_first = any(_has_first(own[number]) for number in mine.values())
         has_first = has_first and not any(_has_first(nests) for blocks in held[:rank] for nests in blocks[name])
-        found[name] = Owned(frozenset(mine.values()), has_first)
+        same = set(map(_units, own))
+        holders = tuple(each for each, blocks in enumerate(held) if same and set(map(_units, blocks[name])) == same)
+        found[name] = Owned(frozenset(mine.values()), has_first, holders if len(holders) > 1 else ())
     return found, unheld
+
+
+def replicas_agree(told: Sequence[Mapping[tuple[int, ...], Digest]]) -> bool:
+    """Return whether all workers have the same digests of what they hold in common.
+
+    Parameters
+    ----------
+    told
+        The digests of each worker by the ranks that hold the same (`update_types.Digests.replicated`), by rank.
+    """
+    return all(told[rank].get(holders) == digest for each in told for holders, digest in each.items() for rank in holders)
 
 
 def _units(nests: tuple[Nest, ...]) -> object:
