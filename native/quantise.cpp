@@ -2,8 +2,8 @@
 #include "quantise.hpp"
 
 #include <algorithm>
-#include <cfenv>
 
+#include "exact_arithmetic.hpp"
 #include "kernels.hpp"
 #include "parallel.hpp"
 #include "quantise_numbers.hpp"
@@ -24,21 +24,6 @@ const QuantiseKernels& quantise_kernels(const std::string& isa) {
 }
 
 namespace {
-
-// Rounds to nearest and keeps subnormal numbers, whatever the program has set, such as torch.set_flush_denormal.
-class ExactArithmetic {
-public:
-    ExactArithmetic() {
-        std::fegetenv(&before_);
-        std::fesetenv(FE_DFL_ENV);
-    }
-    ~ExactArithmetic() { std::fesetenv(&before_); }
-    ExactArithmetic(const ExactArithmetic&) = delete;
-    ExactArithmetic& operator=(const ExactArithmetic&) = delete;
-
-private:
-    std::fenv_t before_;
-};
 
 inline constexpr size_t kUnitBytes = 1 << 18;        // what a thread takes at a time of one weight
 inline constexpr size_t kUnitBytesOfMany = 1 << 20;  // the same if there are many weights

@@ -4,6 +4,9 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <optional>
+
+#include "exact_arithmetic.hpp"
 #include "quantise.hpp"
 
 namespace nb = nanobind;
@@ -104,6 +107,16 @@ void py_encode_codes(unsigned kind, uint32_t group, uint64_t address, int64_t st
     encode_codes(rule, given, first_row, divisors.data(), codes.data(), threads, kernels);
 }
 
+// `ExactArithmetic` as a context manager, for the thread that enters it.
+class ExactScope {
+public:
+    void enter() { exact_.emplace(); }
+    void exit(const nb::args&) { exact_.reset(); }
+
+private:
+    std::optional<ExactArithmetic> exact_;
+};
+
 }  // namespace
 
 void bind_quantise(nb::module_& m) {
@@ -114,6 +127,7 @@ void bind_quantise(nb::module_& m) {
              "globals"_a, "previous"_a, "previous_globals"_a, "groups"_a, "keeps_codes"_a, "isa"_a)
         .def("finish", &Quantisation::finish, "threads"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("first_nonfinite", &py_first_nonfinite);
+    nb::class_<ExactScope>(m, "ExactArithmetic").def(nb::init<>()).def("__enter__", &ExactScope::enter).def("__exit__", &ExactScope::exit);
     m.def("block_maxima", &py_block_maxima, "kind"_a, "group"_a, "address"_a, "stride"_a, "rows"_a, "columns"_a, "source"_a, "first_row"_a, "out"_a,
           "threads"_a, "isa"_a);
     m.def("encode_codes", &py_encode_codes, "kind"_a, "group"_a, "address"_a, "stride"_a, "rows"_a, "columns"_a, "source"_a, "first_row"_a, "divisors"_a,

@@ -74,6 +74,13 @@ def quantise(
     isa: str,
 ) -> int | None: ...
 
+class ExactArithmetic:
+    """Rounds to nearest and keeps subnormal numbers, on the thread that enters it."""
+
+    def __init__(self) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+
 class Quantisation(Preparation):
     def __init__(
         self,

@@ -194,3 +194,30 @@ def test_experts_in_one_tensor_are_quantised_by_the_ranks_that_hold_them():
         one = publish_whole(whole, versions, quantise="fp8-block")
         many = publish_parts(parts, 4, versions, quantise="fp8-block")
         assert [version.digest for version in many] == [version.digest for version in one]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block", "fp8-tensor", "int4"])
+def test_ranks_and_segments_do_not_depend_on_how_the_process_treats_subnormal_numbers(recipe):
+    torch = pytest.importorskip("torch")
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers to zero")
+    torch.set_flush_denormal(False)
+    shapes = {"model.layers.0.self_attn.q_proj.weight": (131, 128), "model.layers.0.self_attn.k_proj.weight": (5, 128)}
+    versions = [
+        {name: array * np.float32(scale) for name, array in state.items()} for state in states_of(2, shapes) for scale in (1e-34, 1e-37)
+    ]
+    expected, split, parts = MemoryStore(), MemoryStore(), MemoryStore()
+    publish_whole(expected, versions, quantise=recipe)
+
+    def shard(state, rank, size):
+        torch.set_flush_denormal(True)  # each rank is a thread
+        return rows_by([0.4])(state, rank, size)
+
+    torch.set_flush_denormal(True)
+    try:
+        publish_whole(split, versions, quantise=recipe, segment_bytes=1)  # a weight and its scales are in different segments
+        publish_parts(parts, 2, versions, shard, quantise=recipe)
+    finally:
+        torch.set_flush_denormal(False)
+    assert bits_of_versions(split) == bits_of_versions(expected)
+    assert bits_of_versions(parts) == bits_of_versions(expected)

@@ -13,6 +13,7 @@ from ..dtypes import DType, dtype_named
 from ..errors import ShapeMismatch, TensorMissing
 from ..tensors.bits import State, Tensor, tensor_bits, typed
 from ..tensors.casting import DTypeLike, wire_dtype
+from .exact import exactly
 from .layout import QuantisedLayout, QuantisedWeight
 from .recipe import Recipe
 from .reference import divisors, per_element
@@ -78,6 +79,7 @@ def _dequantised_rows(state: State, layout: QuantisedLayout, weight: QuantisedWe
     return decode_codes(layout.recipe, codes, Scales(scale, arrays.get("global_scale")))
 
 
+@exactly
 def decode_codes(recipe: Recipe, codes: NDArray[Any], scales: Scales, first_row: int = 0) -> NDArray[np.float32]:
     """Return the weights of packed codes, as float32. The parameters are those of `encode_codes`."""
     if recipe.element == "e4m3":
@@ -88,8 +90,7 @@ def decode_codes(recipe: Recipe, codes: NDArray[Any], scales: Scales, first_row:
     else:
         unsigned = codes.view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & np.uint32(15)
         values = (unsigned.astype(np.int32) - 8).reshape(codes.shape[0], -1).astype(np.float32)
-    with np.errstate(over="ignore"):
-        return np.asarray(values * per_element(recipe, divisors(recipe, scales), values.shape, first_row), np.float32)
+    return np.asarray(values * per_element(recipe, divisors(recipe, scales), values.shape, first_row), np.float32)
 
 
 def _array(state: State, name: str) -> NDArray[Any]:

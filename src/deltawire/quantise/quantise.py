@@ -19,6 +19,7 @@ from ..tensors.columns import Columns
 from ..tensors.pending_state import PendingState
 from ..tensors.state import thread_count
 from . import reference
+from .exact import exactly
 from .layout import KeptDType, Output, QuantisedLayout, QuantisedWeight
 from .recipe import Recipe, RecipeLike
 from .scales import Grid, Scales, choose_scales
@@ -250,6 +251,7 @@ class _Work:
         assert scales.global_scale is not None
         return scales.global_scale
 
+    @exactly
     def scales(self, weight: QuantisedWeight) -> Scales:
         if weight.module not in self._scales:
             layout = self._layout

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ..dtypes import dtype_of_numpy
 from ..errors import NonFiniteWeights
+from .exact import exactly
 from .recipe import Recipe
 from .scales import Grid, Scales, choose_scales, numbers_of, quotients
 
@@ -28,6 +29,7 @@ NONFINITE_HINT = (
 )
 
 
+@exactly
 def block_maxima(recipe: Recipe, weight: NDArray[Any], first_row: int = 0, name: str = "") -> Grid:
     """Return the largest magnitude of each block that has rows in `weight`.
 
@@ -63,6 +65,7 @@ def nonfinite_weight(name: str, count: int) -> NonFiniteWeights:
     return NonFiniteWeights(f"weight {name!r} cannot be quantised: {what} NaN or infinite.", hint=NONFINITE_HINT)
 
 
+@exactly
 def encode_codes(recipe: Recipe, weight: NDArray[Any], scales: Scales, first_row: int = 0) -> NDArray[Any]:
     """Return the codes of rows of a weight, packed as they are published: e4m3, two e2m1 in a byte, or eight integers in an int32.
 
@@ -77,9 +80,8 @@ def encode_codes(recipe: Recipe, weight: NDArray[Any], scales: Scales, first_row
     first_row
         The number of the first of these rows in the weight.
     """
-    with np.errstate(all="ignore"):
-        scale = per_element(recipe, divisors(recipe, scales), weight.shape, first_row)
-        values = quotients(recipe, dtype_of_numpy(weight.dtype), weight.astype(np.float32), scale) + np.float32(0)  # -0.0 becomes 0.0
+    scale = per_element(recipe, divisors(recipe, scales), weight.shape, first_row)
+    values = quotients(recipe, dtype_of_numpy(weight.dtype), weight.astype(np.float32), scale) + np.float32(0)  # -0.0 becomes 0.0
     if recipe.element == "e4m3":
         codes: NDArray[Any] = np.clip(values, -448, 448).astype(_E4M3)
         return codes
@@ -107,6 +109,7 @@ def quantise_weight(recipe: Recipe, weight: NDArray[Any], previous: Scales | Non
     return encode_codes(recipe, weight, scales), scales
 
 
+@exactly
 def divisors(recipe: Recipe, scales: Scales) -> Grid:
     """Return what the weights of each block are divided by, as float32."""
     found = numbers_of(recipe, scales.scale).astype(np.float32)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..dtypes import DType
 from ..tensors.bits import State, tensor_bits
+from .exact import exactly
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Scales(NamedTuple):
     """For nvfp4: what the scales of the blocks were multiplied with, as an array of one element."""
 
 
+@exactly
 def choose_scales(recipe: Recipe, source: DType, maxima: Grid, previous: Scales | None = None, shared: float | None = None) -> Scales:
     """Return the scales for blocks with these largest magnitudes: previous ones where the sticky rule keeps them, else fresh ones.
 
@@ -72,30 +74,29 @@ def choose_scales(recipe: Recipe, source: DType, maxima: Grid, previous: Scales 
     """
     if not recipe.sticky:
         previous = None
-    with np.errstate(all="ignore"):
-        largest = np.asarray(maxima.max() if shared is None else shared, np.float32)
-        if recipe.name == "nvfp4":
-            return _nvfp4(source, maxima, previous, largest)
-        if recipe.name == "fp8-tensor":
-            maxima = np.broadcast_to(largest, (1,))
-        fresh = _fresh(recipe, source, maxima)
-        if previous is None:
-            return Scales(fresh)
-        return Scales(np.where(_stays(recipe, source, maxima, fresh, previous.scale), previous.scale, fresh))
+    largest = np.asarray(maxima.max() if shared is None else shared, np.float32)
+    if recipe.name == "nvfp4":
+        return _nvfp4(source, maxima, previous, largest)
+    if recipe.name == "fp8-tensor":
+        maxima = np.broadcast_to(largest, (1,))
+    fresh = _fresh(recipe, source, maxima)
+    if previous is None:
+        return Scales(fresh)
+    return Scales(np.where(_stays(recipe, source, maxima, fresh, previous.scale), previous.scale, fresh))
 
 
+@exactly
 def width_ratio(recipe: Recipe, source: DType, maxima: Grid, scales: Scales) -> NDArray[np.float64]:
     """Return how many times as wide as fresh ones the scales of the blocks are. Fresh scales of nvfp4 have the same global scale.
 
     A block of zeros has ratio 1.
     """
-    with np.errstate(all="ignore"):
-        if recipe.name == "nvfp4":
-            assert scales.global_scale is not None
-            fresh: NDArray[Any] = _nvfp4_blocks(source, maxima, scales.global_scale)
-        else:
-            fresh = _fresh(recipe, source, maxima)
-        ratio = numbers_of(recipe, scales.scale) / numbers_of(recipe, fresh)
+    if recipe.name == "nvfp4":
+        assert scales.global_scale is not None
+        fresh: NDArray[Any] = _nvfp4_blocks(source, maxima, scales.global_scale)
+    else:
+        fresh = _fresh(recipe, source, maxima)
+    ratio = numbers_of(recipe, scales.scale) / numbers_of(recipe, fresh)
     return np.where(maxima > 0, ratio, 1.0)
 
 

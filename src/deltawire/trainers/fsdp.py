@@ -390,7 +390,7 @@ class TorchRanks:
         data: bytes = found.numpy().tobytes()
         return data
 
-    def maximum(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def maximum(self, values: NDArray[np.int32]) -> NDArray[np.int32]:
         found = values.copy()
         with _talking():
             dist.all_reduce(torch.from_numpy(found), dist.ReduceOp.MAX, group=self._group)

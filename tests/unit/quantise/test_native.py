@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import ml_dtypes
@@ -16,6 +17,7 @@ from deltawire.codec.native import instruction_sets
 from deltawire.dtypes import dtype_of_numpy
 from deltawire.errors import NonFiniteWeights
 from deltawire.quantise import QuantisedLayout, Recipe, reference
+from deltawire.quantise.dequantise import decode_codes
 from deltawire.quantise.native import NativeQuantiser
 from deltawire.quantise.quantise import quantise_state
 from deltawire.quantise.recipe import SPELLINGS
@@ -223,17 +225,49 @@ def test_weights_that_are_not_finite_are_refused(spelling: str) -> None:
                 quantise(recipe, [plain, weight], [None, None], [0, 0], quantiser)
 
 
-def test_subnormal_numbers_are_kept_whatever_the_process_has_set() -> None:
+@pytest.fixture
+def flushing():
+    """Return a context in which this thread flushes subnormal numbers to zero."""
     torch = pytest.importorskip("torch")
-    weight, recipe = make_weight("subnormal", (64, 128), "float32"), Recipe.parse("fp8-block")
-    expected = reference.quantise_weight(recipe, weight)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush subnormal numbers to zero")
-    try:
+    torch.set_flush_denormal(False)
+
+    @contextlib.contextmanager
+    def flush():
+        torch.set_flush_denormal(True)
+        try:
+            assert np.full(1, 1e-40, np.float32) * np.float32(0.5) == 0
+            yield
+        finally:
+            torch.set_flush_denormal(False)
+
+    return flush
+
+
+def test_subnormal_numbers_are_kept_whatever_the_process_has_set(flushing) -> None:
+    weight, recipe = make_weight("subnormal", (64, 128), "float32"), Recipe.parse("fp8-block")
+    expected = reference.quantise_weight(recipe, weight)
+    with flushing():
         found = quantise(recipe, [weight], [None], [0], NativeQuantiser(2))
-    finally:
-        torch.set_flush_denormal(False)
     assert_same(found[0], expected)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_scales_that_numpy_chooses_are_the_same_whatever_the_process_has_set(spelling, flushing) -> None:
+    """The second weight is in the normal range, but its scales are not."""
+    recipe = Recipe.parse(spelling)
+    for weight in (make_weight("subnormal", (64, 128), "float32"), make_weight("small", (64, 128), "float32") * np.float32(1e-31)):
+        first = reference.quantise_weight(recipe, weight)
+        then = reference.quantise_weight(recipe, weight * np.float32(0.6), first[1])
+        numbers = decode_codes(recipe, *first)
+        with flushing():
+            assert_same(reference.quantise_weight(recipe, weight), first)
+            found = decode_codes(recipe, *first)
+        small = weight * np.float32(0.6)
+        with flushing():
+            assert_same(reference.quantise_weight(recipe, small, first[1]), then)
+        assert found.tobytes() == numbers.tobytes()
 
 
 @pytest.mark.parametrize("has_gaps", [False, True])

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...quantise import QuantisedLayout
+from ...quantise.exact import exactly
 from ...quantise.layout import Output, QuantisedWeight
 from ...quantise.row_shards import HostShardQuantiser, RowShard, ShardQuantiser
 from ...quantise.scales import Grid, Scales, choose_scales
@@ -184,8 +185,9 @@ class AgreedScales:
         """Free what is not needed once the scales are chosen."""
         self._maxima.clear()
 
-    def largest_of_groups(self) -> NDArray[np.float32]:
-        """Return the largest magnitude that this process has in each group."""
+    @exactly
+    def largest_of_groups(self) -> NDArray[np.int32]:
+        """Return the largest magnitude that this process has in each group: the bits of float32, which have the same order."""
         found = dict.fromkeys(self._layout.groups, np.float32(0))
         for share in self._shares:
             module = share.weight.module
@@ -193,7 +195,7 @@ class AgreedScales:
                 found[share.weight.group] = max(found[share.weight.group], self._groups[module].largest)
             elif module in self._maxima:
                 found[share.weight.group] = max(found[share.weight.group], self._maxima[module].max())
-        return np.array(list(found.values()), np.float32)
+        return np.array(list(found.values()), np.float32).view(np.int32)
 
     def previous_numbers(self) -> bytes:
         """Return the previous scales that are one number per weight. Call it in the first process, which publishes them."""
@@ -202,9 +204,10 @@ class AgreedScales:
         before = self._previous
         return b"".join(_host_bytes(before[self._number_output(share.weight).name].elements for share in self._shares))
 
-    def share(self, largest: NDArray[np.float32], numbers: bytes) -> None:
+    @exactly
+    def share(self, largest: NDArray[np.int32], numbers: bytes) -> None:
         """Take what all processes share: the largest magnitude of each group, and the previous scales that are one number per weight."""
-        self._largest = dict(zip(self._layout.groups, largest.tolist(), strict=True))
+        self._largest = dict(zip(self._layout.groups, largest.view(np.float32).tolist(), strict=True))
         by_group: dict[str, list[NDArray[Any]]] = {}
         at = 0
         for share in self._shares if numbers else ():
@@ -244,11 +247,11 @@ class AgreedScales:
         serving = [(share, ranges) for share in self._shares if (ranges := self._served_on_host(share))]
         for (share, ranges), before in zip(serving, self._previous_scales(serving), strict=True):
             start, stop = _bounds(ranges)
-            maxima = np.zeros(stop - start, np.float32)
+            maxima = np.zeros(stop - start, np.int32)  # the bits of float32
             for rank, (first, last) in ranges:
                 own = maxima[first - start : last - start]
-                np.maximum(own, readers[rank].take(own.nbytes).view(np.float32), out=own)
-            scale = self._chosen(share.weight, maxima, before).scale
+                np.maximum(own, readers[rank].take(own.nbytes).view(np.int32), out=own)
+            scale = self._chosen(share.weight, maxima.view(np.float32), before).scale
             if share.weight.module in self._groups:
                 self._groups[share.weight.module].add_from_host(ranges, scale)
             else:

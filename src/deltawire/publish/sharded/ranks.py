@@ -33,7 +33,7 @@ class Ranks(Protocol):
         """Return the message of the first process, in all processes. The messages of the others are ignored."""
         ...
 
-    def maximum(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    def maximum(self, values: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return the largest value of all processes at each position. All give the same number of values."""
         ...
 
