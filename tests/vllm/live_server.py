@@ -173,7 +173,7 @@ class LiveSidecar:
 
     def __init__(self, folder: Path, engine: str, source: str, mirror: Path, *arguments: str) -> None:
         self._log_path = folder / f"sidecar-{time.monotonic_ns()}.log"
-        command = ["-m", "deltawire.cli", "sidecar", "--engine", engine, "--from", source, "--mirror", mirror]
+        command = ["-m", "deltawire.cli", "sidecar", "--engine", engine, "--from", source, "--mirror", mirror, "--spool", folder / "spool"]
         with self._log_path.open("wb") as log:
             self._process = ForkedPopen("light", [*command, "--poll", "0.05", "--json", *arguments], stdout=log, stderr=log)
 

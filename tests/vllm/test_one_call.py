@@ -83,7 +83,7 @@ def test_each_token_has_the_label_of_the_version_that_made_it(
 
     for kv_cache in (KvCache.KEEP, KvCache.DROP):
         mirror = None if ranks == 1 else run.mirror
-        sidecar = Sidecar(server.url, run.store, mirror, kv_cache=kv_cache, on_event=events.append)
+        sidecar = Sidecar(server.url, run.store, mirror, spool=run.folder / "spool", kv_cache=kv_cache, on_event=events.append)
         swap(sidecar)
         waiting.join()
         with Clients(server.url) as clients:
