@@ -386,3 +386,21 @@ def test_plain_states_are_copied_together(wait, monkeypatch):
     GpuHandover(target).synchronize()
     assert all(torch.equal(target[name].view(torch.uint8), state[name].view(torch.uint8)) for name in state if state[name].ndim)
     assert target["flag"]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-tensor", "nvfp4"])
+@pytest.mark.parametrize(("snapshot", "background"), [("host", False), ("device", False), ("device", True)])
+def test_weights_that_share_a_scale_may_be_on_a_gpu_and_on_the_host(tmp_path, recipe, snapshot, background):
+    random = np.random.default_rng(4)
+    names = [f"model.layers.0.self_attn.{each}_proj.weight" for each in "kqv"]
+    state = {name: random.standard_normal((8, 32)).astype(np.float32) for name in names}
+    expected = None
+    with deltawire.Publisher(
+        tmp_path, snapshot=snapshot, background=background, quantise=recipe, attachments={"config.json": b"{}"}
+    ) as chain:
+        for factor in (1.0, 1.01, 3.0):
+            state = {name: array * np.float32(factor) for name, array in state.items()}
+            expected = quantise_state(state, recipe, expected)
+            chain.publish(state | {names[1]: torch.from_numpy(state[names[1]]).to(DEVICE)})
+            chain.flush()
+            read(tmp_path, {name: array.reshape(-1).view(np.uint8) for name, array in expected.items()})

@@ -94,7 +94,7 @@ def quantise_outputs(
     names = tuple(names)
     plan = _plan_of(layout, names)
     given = {} if out is None else {name: tensor for name in names if (tensor := out.get(name)) is not None}
-    on_host, on_gpus = _by_device(plan.weights, state)
+    on_host, on_gpus = _by_device(layout, plan.weights, state)
     codec = default_codec()
     work = _Work(layout, state, previous)
     found: dict[str, Tensor] = {}
@@ -161,7 +161,7 @@ def quantise_to_encode(
     done = {} if ready is None else dict(ready)
     wanted = tuple(name for name in names if name not in done)
     plan, codec = _plan_of(layout, wanted), default_codec()
-    if codec.name == "reference" or _by_device(plan.weights, state)[1]:
+    if codec.name == "reference" or _by_device(layout, plan.weights, state)[1]:
         return done | quantise_outputs(layout, wanted, state, previous, None, threads, may_be_unwritten=True)
     if plan.whole is None:
         plan.whole = WholeWeights(layout, whole_weights(layout, plan.weights, set(wanted)))
@@ -203,17 +203,32 @@ def named_weights(layout: QuantisedLayout, names: Iterable[str]) -> list[Quantis
     return list({weight.module: weight for name in names if (weight := layout.output(name).weight) is not None}.values())
 
 
-def _by_device(weights: list[QuantisedWeight], state: State) -> tuple[list[QuantisedWeight], dict[torch.device, list[QuantisedWeight]]]:
-    """Return the weights in host memory, and those on each GPU."""
-    if torch_types.torch_tensor() is None or {type(state.get(weight.source)) for weight in weights} <= {np.ndarray}:
+def _by_device(
+    layout: QuantisedLayout, weights: list[QuantisedWeight], state: State
+) -> tuple[list[QuantisedWeight], dict[torch.device, list[QuantisedWeight]]]:
+    """Return the weights that the host quantises, and those that each GPU does.
+
+    A GPU also quantises weights in host memory that share a scale with weights on a GPU.
+    """
+    if torch_types.torch_tensor() is None:
+        return weights, {}
+    shares = layout.recipe.shares_scales
+    sources = {other.source for weight in weights for other in (layout.groups[weight.group] if shares else [weight])}
+    if {type(state.get(name)) for name in sources} <= {np.ndarray}:
         return weights, {}
     host: list[QuantisedWeight] = []
     gpus: dict[torch.device, list[QuantisedWeight]] = {}
     for weight in weights:
-        tensor = state.get(weight.source)
-        device = torch_types.gpu_of(tensor) if torch_types.is_torch(tensor) else None
+        device = _device_of(weight, state)
+        if device is None and shares:
+            device = next((found for other in layout.groups[weight.group] if (found := _device_of(other, state)) is not None), None)
         (host if device is None else gpus.setdefault(device, [])).append(weight)
     return host, gpus
+
+
+def _device_of(weight: QuantisedWeight, state: State) -> torch.device | None:
+    tensor = state.get(weight.source)
+    return torch_types.gpu_of(tensor) if torch_types.is_torch(tensor) else None
 
 
 class _Work:

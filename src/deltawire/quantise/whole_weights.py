@@ -452,9 +452,13 @@ class _DeviceMemory:
         return torch.from_numpy(array).to(self._device)
 
     def copy(self, array: Array, target: TensorBits, form: Output) -> None:
-        if not on_gpu(target.bits):
-            raise TypeError(f"weights are on {self._device}, but tensor {form.name!r} to write into is in host memory")
-        target.bits.tensor.copy_(array.view(target.bits.tensor.dtype))
+        if on_gpu(target.bits):
+            target.bits.tensor.copy_(array.view(target.bits.tensor.dtype))
+        else:
+            import torch
+
+            there = array.contiguous().view(getattr(torch, f"int{form.dtype.width}"))
+            np.copyto(target.bits, there.cpu().numpy().view(form.dtype.bits).reshape(form.shape))
 
 
 _Memory = _HostMemory | _DeviceMemory
