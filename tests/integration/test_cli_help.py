@@ -26,7 +26,7 @@ def test_the_reference_names_choices_and_defaults() -> None:
     lines = reference.page().splitlines()
     for expected, default in (
         ("| `--pause keep|wait|abort` |", "`keep`"),
-        ("| `--kv-cache drop|keep` |", "`drop`"),
+        ("| `--kv-cache drop|keep|mark` |", "`drop`"),
         ("| `--poll SECONDS` |", "`1.0`"),
         ("| `--no-pin`, `--pin` |", "`--pin`"),
     ):

@@ -96,7 +96,9 @@ def sidecar(
     confirm: Annotated[
         Confirm,
         typer.Option(
-            "--confirm", help="After each swap, read back the tensors that were written, or all tensors, or what takes little time."
+            "--confirm",
+            metavar="CHECK",
+            help="After each swap, read back everything, what was written, or (auto) what takes little time: auto, written, everything.",
         ),
     ] = Confirm.auto,
     swap: Annotated[

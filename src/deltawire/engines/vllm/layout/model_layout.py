@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ....subscribe.tensor_table import TensorSpec, TensorTable
+from ....tensors.torch_types import gpu_of
 from ..recompute import FAILED, derived_from, moves_experts, rule_for
 from . import loader_copies, processing_map
 from .loader_copies import LoaderCopies, LoaderCopy, RawParameter, reach, record_copies
@@ -206,7 +207,7 @@ def learn_layout(model: Any, vllm_config: Any, table: TensorTable, *, draft: Any
 
 def _give_back_memory(model: Any) -> None:
     """Return the memory that learning has used to the GPU, because vLLM divides what is free."""
-    if any(parameter.is_cuda for parameter in model.parameters()):
+    if any(gpu_of(parameter) for parameter in model.parameters()):
         torch.cuda.empty_cache()
 
 
