@@ -34,7 +34,7 @@ from vllm_server import State, VllmServer, new_model
 import deltawire
 from deltawire import Publisher
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.engines.vllm.sidecar import Sidecar
+from deltawire.engines.vllm.driver.sidecar import Sidecar
 from deltawire.events import Event
 
 CLIENTS = 4

@@ -27,7 +27,7 @@ from vllm_server import State, VllmServer, free_port, new_model, runtime_hashes
 
 from deltawire import Publisher, Subscriber, Version
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.engines.vllm.sidecar import Sidecar
+from deltawire.engines.vllm.driver.sidecar import Sidecar
 from deltawire.events import Event
 from deltawire.publish.writer_options import WriterOptions
 

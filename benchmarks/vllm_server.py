@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from deltawire.engines.vllm.routes import VllmRoutes
+from deltawire.engines.vllm.driver.routes import VllmRoutes
 from deltawire.format.checkpoints.checkpoint import Checkpoint
 
 State = dict[str, np.ndarray[Any, Any]]

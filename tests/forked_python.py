@@ -46,7 +46,7 @@ from typing import Any
 
 _LIGHT = ["numpy", "ml_dtypes", "blake3", "obstore", "httpx", "safetensors.numpy", "rich.progress", "rich.table", "typer.rich_utils"]
 _LIGHT += ["deltawire.cli.*", "deltawire.publish.*", "deltawire.subscribe.*", "deltawire.store.*", "deltawire.testing.*"]
-_LIGHT += ["deltawire.engines.vllm.sidecar"]
+_LIGHT += ["deltawire.engines.vllm.driver.sidecar"]
 _TORCH = [*_LIGHT, "torch", "torch._dynamo", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
 _TORCH += ["transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "safetensors.torch"]
 _TORCH += ["deltawire.trainers", "deltawire.rl.*", "deltawire.fleet.*"]

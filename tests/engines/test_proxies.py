@@ -15,8 +15,8 @@ import pytest
 
 from deltawire.engines.http_session import NoAnswer, http_session
 from deltawire.engines.sglang import SglangEngine
-from deltawire.engines.vllm import routes as routes_module
-from deltawire.engines.vllm.routes import VllmRoutes
+from deltawire.engines.vllm.driver import routes as routes_module
+from deltawire.engines.vllm.driver.routes import VllmRoutes
 from deltawire.errors import EngineUnavailable
 from deltawire.trainers.trl import DeltaWireTransfer
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deltawire.engines.vllm.token_route import LabelledSpan, read_choice, token_request
+from deltawire.engines.vllm.driver.token_route import LabelledSpan, read_choice, token_request
 from deltawire.errors import EngineError, EngineUnavailable
 
 

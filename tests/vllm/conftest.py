@@ -16,7 +16,7 @@ from tiny_checkpoints import State, TinyModel, train, train_visibly
 import deltawire
 from deltawire import Publisher, Version
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.engines.vllm import routes
+from deltawire.engines.vllm.driver import routes
 
 __all__ = ["seaweedfs"]
 

@@ -16,8 +16,8 @@ from deltawire.chain.log import ChainLog
 from deltawire.delta.patch import TensorPatch
 from deltawire.dtypes import dtype_named, dtype_of_numpy
 from deltawire.engines.vllm.layout.types import ModuleRule, Nest, Placement, Scatter, TensorLayout
-from deltawire.engines.vllm.live_weights import LiveWeights
-from deltawire.engines.vllm.update_types import LiveVersion
+from deltawire.engines.vllm.live.live_weights import LiveWeights
+from deltawire.engines.vllm.live.update_types import LiveVersion
 from deltawire.format.records.record_parts import CommitRef, FileEntry
 from deltawire.format.records.version_records import Commit
 from deltawire.publish import Publisher

@@ -22,8 +22,8 @@ def register() -> None:
     if path is None:
         return
     from deltawire.engines.vllm import loading
-    from deltawire.engines.vllm.element_map import MappedChanges
-    from deltawire.engines.vllm.layout_update import LayoutUpdate
+    from deltawire.engines.vllm.live.layout_update import LayoutUpdate
+    from deltawire.engines.vllm.mirror.element_map import MappedChanges
 
     if getattr(loading.load_all, "is_faulty", False):
         return

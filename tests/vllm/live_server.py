@@ -19,7 +19,7 @@ from typing import Any
 from forked_python import ForkedPopen
 from server_nursery import ServerNursery
 
-from deltawire.engines.vllm.routes import VllmRoutes
+from deltawire.engines.vllm.driver.routes import VllmRoutes
 
 _BOOT_SECONDS = 300
 _ENTRY_POINTS = """[vllm.general_plugins]

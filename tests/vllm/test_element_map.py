@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from deltawire.engines.vllm.element_map import ElementMap  # noqa: E402
-from deltawire.engines.vllm.read_back import read_back  # noqa: E402
-from deltawire.engines.vllm.staging import Change  # noqa: E402
+from deltawire.engines.vllm.mirror.element_map import ElementMap  # noqa: E402
+from deltawire.engines.vllm.mirror.read_back import read_back  # noqa: E402
+from deltawire.engines.vllm.mirror.staging import Change  # noqa: E402
 
 View = Callable[[torch.Tensor], torch.Tensor]
 

@@ -21,8 +21,8 @@ from tiny_checkpoints import TinyModel, runtime_hashes
 from deltawire import Subscriber
 from deltawire.chain.log import ChainLog
 from deltawire.chain.reports import QUARANTINED, SERVING, read_reports
-from deltawire.engines.vllm.routes import RouteFailed
-from deltawire.engines.vllm.sidecar import QUARANTINED_LABEL
+from deltawire.engines.vllm.driver.routes import RouteFailed
+from deltawire.engines.vllm.driver.sidecar import QUARANTINED_LABEL
 from deltawire.store import open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import FaultyStore

@@ -18,8 +18,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deltawire.delta.patch import TensorPatch  # noqa: E402
 from deltawire.dtypes import dtype_of_numpy  # noqa: E402
-from deltawire.engines.vllm import kept_bases  # noqa: E402
-from deltawire.engines.vllm.kept_bases import KeptBases  # noqa: E402
+from deltawire.engines.vllm.live import kept_bases  # noqa: E402
+from deltawire.engines.vllm.live.kept_bases import KeptBases  # noqa: E402
 from deltawire.errors import SpoolError  # noqa: E402
 from deltawire.format.checkpoints.checkpoint import Checkpoint  # noqa: E402
 from deltawire.format.records.record_parts import CommitRef  # noqa: E402

@@ -135,9 +135,9 @@ def table_of(checkpoint: Path) -> TensorTable:
 def test_after_twenty_updates_all_memory_is_that_of_a_fresh_load(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import_vllm()
     from deltawire.engines.vllm.layout.model_layout import learn_layout
-    from deltawire.engines.vllm.live_weights import LiveWeights
-    from deltawire.engines.vllm.recompute import process_again, recompute
-    from deltawire.engines.vllm.update_types import LiveVersion
+    from deltawire.engines.vllm.live.live_weights import LiveWeights
+    from deltawire.engines.vllm.live.update_types import LiveVersion
+    from deltawire.engines.vllm.modules.recompute import process_again, recompute
 
     model, recipe = CASES[case]
     if case == "experts-split":

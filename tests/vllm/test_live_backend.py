@@ -108,7 +108,7 @@ def test_updates_of_live_memory_equal_a_fresh_load(case: str, tmp_path: Path) ->
 
 
 def test_the_staging_thread_frees_the_memory_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltawire.engines.vllm.layout_update import LayoutUpdate
+    from deltawire.engines.vllm.live.layout_update import LayoutUpdate
 
     freed_by: list[str] = []
     monkeypatch.setattr(LayoutUpdate, "__del__", lambda _: freed_by.append(threading.current_thread().name), raising=False)
@@ -158,8 +158,8 @@ def test_a_late_check_does_not_see_weights_that_are_being_loaded(tmp_path: Path,
     chain = Chain(tmp_path, *CASES["dense"])
     loaded = load_model(chain.checkpoints[0])
     from deltawire.engines.vllm import loading
-    from deltawire.engines.vllm.live_staging import LiveStaging
-    from deltawire.engines.vllm.live_weights import LiveWeights
+    from deltawire.engines.vllm.live.live_staging import LiveStaging
+    from deltawire.engines.vllm.live.live_weights import LiveWeights
 
     backend = start_backend(loaded, mirror=str(tmp_path / "mirror"), url=chain.url, spool=str(chain.spool.folder), confirm="written")
     is_checking, may_check, checked = threading.Event(), threading.Event(), threading.Event()
@@ -197,7 +197,7 @@ def test_a_late_check_does_not_see_weights_that_are_being_loaded(tmp_path: Path,
 
 
 def test_failed_swaps_are_undone_or_quarantine_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltawire.engines.vllm.layout_update import LayoutUpdate
+    from deltawire.engines.vllm.live.layout_update import LayoutUpdate
 
     chain = Chain(tmp_path, *CASES["dense"])
     loaded = load_model(chain.checkpoints[0])
@@ -322,7 +322,7 @@ def test_a_server_without_a_mirror_loads_checkpoints_from_the_store_and_fetches_
             assert (answer["outcome"], answer["seq"], loads_in(answer)) == ("made", seq, anew), answer["error"]
             assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[seq - first]).model))
 
-        from deltawire.engines.vllm import cold_start
+        from deltawire.engines.vllm.live import cold_start
 
         def cut_short(*arguments: Any, **options: Any) -> Any:
             tensors = stream(*arguments, **options)

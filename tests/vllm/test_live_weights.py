@@ -23,12 +23,12 @@ from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 from fake_layout import FakeLayout, FakeWorker, HalfLayout, KeptState, State, alone  # noqa: E402
 
 from deltawire.delta.grouped_plan import resolve_together  # noqa: E402
-from deltawire.engines.vllm import layout_update  # noqa: E402
 from deltawire.engines.vllm.layout.types import ModuleRule  # noqa: E402
-from deltawire.engines.vllm.layout_update import LayoutUpdate  # noqa: E402
-from deltawire.engines.vllm.live_weights import LiveWeights  # noqa: E402
-from deltawire.engines.vllm.ownership import replicas_agree  # noqa: E402
-from deltawire.engines.vllm.update_types import SwapOutcome  # noqa: E402
+from deltawire.engines.vllm.live import layout_update  # noqa: E402
+from deltawire.engines.vllm.live.layout_update import LayoutUpdate  # noqa: E402
+from deltawire.engines.vllm.live.live_weights import LiveWeights  # noqa: E402
+from deltawire.engines.vllm.live.ownership import replicas_agree  # noqa: E402
+from deltawire.engines.vllm.live.update_types import SwapOutcome  # noqa: E402
 from deltawire.errors import BaseMismatch, CorruptDelta, EngineQuarantined, EngineRefused, ResultMismatch, TensorsTied  # noqa: E402
 
 

@@ -16,9 +16,9 @@ from live_server import LiveServer
 from support import bits_of
 from tiny_checkpoints import HEAD, HEADS, HIDDEN, TinyModel
 
-from deltawire.engines.vllm.lora import CONFIG, WEIGHTS, LoraAdapters, adapter_name, base_digest, split_adapter_name
-from deltawire.engines.vllm.routes import RouteFailed
-from deltawire.engines.vllm.sidecar import Sidecar
+from deltawire.engines.vllm.driver.lora import CONFIG, WEIGHTS, LoraAdapters, adapter_name, base_digest, split_adapter_name
+from deltawire.engines.vllm.driver.routes import RouteFailed
+from deltawire.engines.vllm.driver.sidecar import Sidecar
 from deltawire.errors import EngineRefused, SpoolError
 from deltawire.events import Event
 from deltawire.format.checkpoints.checkpoint import Checkpoint

@@ -14,8 +14,8 @@ from tiny_checkpoints import TinyModel, runtime_hashes
 
 from deltawire.engines import KvCache
 from deltawire.engines.http_session import http_session
-from deltawire.engines.vllm.sidecar import Sidecar
-from deltawire.engines.vllm.token_route import TOKEN_ROUTE, LabelledTokens, read_choice, token_request
+from deltawire.engines.vllm.driver.sidecar import Sidecar
+from deltawire.engines.vllm.driver.token_route import TOKEN_ROUTE, LabelledTokens, read_choice, token_request
 from deltawire.events import Event
 
 pytestmark = pytest.mark.slow

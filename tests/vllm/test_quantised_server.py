@@ -17,8 +17,8 @@ from tiny_checkpoints import TinyModel, train_visibly
 import deltawire
 from deltawire import Publisher
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.engines.vllm.canary import check_decoding
-from deltawire.engines.vllm.routes import VllmRoutes
+from deltawire.engines.vllm.driver.canary import check_decoding
+from deltawire.engines.vllm.driver.routes import VllmRoutes
 from deltawire.publish.writer_options import WriterOptions
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from deltawire.engines.vllm import read_back as module  # noqa: E402
-from deltawire.engines.vllm.read_back import read_back  # noqa: E402
+from deltawire.engines.vllm.mirror import read_back as module  # noqa: E402
+from deltawire.engines.vllm.mirror.read_back import read_back  # noqa: E402
 
 
 class Fused(torch.nn.Module):

@@ -56,8 +56,8 @@ def modules_with(loaded: LoadedModel, recorded: dict[int, dict[str, Any]]) -> di
 
 def check_reprocessing(live: LoadedModel, fresh: LoadedModel, raw: dict[int, dict[str, Any]], *only: str) -> None:
     """Process the raw tensors of the fresh model on copies of the live modules, and write the results into those."""
-    from deltawire.engines.vllm.module_shell import tensors_of
-    from deltawire.engines.vllm.recompute import reprocess
+    from deltawire.engines.vllm.modules.module_shell import tensors_of
+    from deltawire.engines.vllm.modules.recompute import reprocess
 
     places, before = addresses(live.model), memory(live.model)
     for name, module in modules_with(live, raw).items():
@@ -92,8 +92,8 @@ def test_fused_fp8_weights_with_one_scale_are_requantised_as_in_a_fresh_load(
 def test_a_learnt_layout_says_what_is_reprocessed_and_gives_its_raw_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requantise_on_cpu(monkeypatch)
     from deltawire.engines.vllm.layout.model_layout import learn_layout
-    from deltawire.engines.vllm.module_shell import tensors_of
-    from deltawire.engines.vllm.recompute import reprocess
+    from deltawire.engines.vllm.modules.module_shell import tensors_of
+    from deltawire.engines.vllm.modules.recompute import reprocess
     from deltawire.subscribe.tensor_table import TensorSpec
     from deltawire.tensors.torch_types import dtype_of
 
@@ -133,7 +133,7 @@ def test_the_installed_vllm_says_where_experts_are_moved() -> None:
 def test_making_a_shell_leaves_the_record_of_loaders_alone(tmp_path: Path) -> None:
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
-    from deltawire.engines.vllm.module_shell import make_shell
+    from deltawire.engines.vllm.modules.module_shell import make_shell
 
     model = TinyModel("moe", experts=4, layers=1)
     live = load_model(model.save(tmp_path / "start", model.state()))
@@ -146,7 +146,7 @@ def test_making_a_shell_leaves_the_record_of_loaders_alone(tmp_path: Path) -> No
 
 
 def test_the_derived_projections_of_mla_are_recomputed_in_place(tmp_path: Path) -> None:
-    from deltawire.engines.vllm.recompute import derived_from, recompute, rule_for
+    from deltawire.engines.vllm.modules.recompute import derived_from, recompute, rule_for
 
     model = TinyMla("mla", scale=4, layers=2)
     _, (first, second) = publish(tmp_path, model, two_versions(model), "fp8-block")
@@ -171,7 +171,7 @@ def test_the_derived_projections_of_mla_are_recomputed_in_place(tmp_path: Path) 
 
 
 def test_mla_without_quantisation_has_nothing_to_recompute(tmp_path: Path) -> None:
-    from deltawire.engines.vllm.recompute import derived_from
+    from deltawire.engines.vllm.modules.recompute import derived_from
 
     model = TinyMla("mla", layers=1)
     live = load_model(model.save(tmp_path / "start", model.state()))
@@ -179,7 +179,7 @@ def test_mla_without_quantisation_has_nothing_to_recompute(tmp_path: Path) -> No
 
 
 def test_derived_tensors_stay_in_their_memory_or_the_worker_is_quarantined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltawire.engines.vllm.recompute import derived_from, recompute, rule_for
+    from deltawire.engines.vllm.modules.recompute import derived_from, recompute, rule_for
 
     model = TinyMla("mla", scale=4, layers=1)
     _, (first,) = publish(tmp_path, model, [model.state()], "fp8-block")
@@ -221,7 +221,7 @@ def test_the_global_scales_of_nvfp4_are_computed_without_its_weights(
 
 @pytest.mark.parametrize("recipe", ["int4", "fp8-channel", "fp8-block"])
 def test_one_module_is_loaded_anew_in_place_and_the_others_stay(recipe: str, tmp_path: Path) -> None:
-    from deltawire.engines.vllm.load_module import load_module
+    from deltawire.engines.vllm.modules.load_module import load_module
 
     model = TinyModel("module", scale=4, layers=1)
     _, (first, second) = publish(tmp_path, model, two_versions(model), recipe)
@@ -245,7 +245,7 @@ def test_one_module_is_loaded_anew_in_place_and_the_others_stay(recipe: str, tmp
 def test_results_that_do_not_fit_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod
 
-    from deltawire.engines.vllm.recompute import reprocess
+    from deltawire.engines.vllm.modules.recompute import reprocess
 
     model = TinyModel("block", scale=4, layers=1)
     _, (checkpoint,) = publish(tmp_path, model, [model.state()], "fp8-block")
@@ -302,7 +302,7 @@ _BALANCED = types.SimpleNamespace(moe_parallel_config=types.SimpleNamespace(enab
 def test_a_rule_says_how_a_module_is_updated_and_why(
     method: Any, attributes: dict[str, Any], classes: dict[tuple[str, str], str], how: str, reason: str
 ) -> None:
-    from deltawire.engines.vllm.recompute import rule_for
+    from deltawire.engines.vllm.modules.recompute import rule_for
 
     module = types.SimpleNamespace(quant_method=method, **attributes)
     rule = rule_for(module, "model.layer", classes, inputs=["a", "b"])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from deltawire.engines.http_session import http_session
-from deltawire.engines.vllm import routes as module
-from deltawire.engines.vllm.routes import EngineUnreachable, RouteFailed, VllmRoutes
+from deltawire.engines.vllm.driver import routes as module
+from deltawire.engines.vllm.driver.routes import EngineUnreachable, RouteFailed, VllmRoutes
 
 
 class SlowServer(ThreadingHTTPServer):

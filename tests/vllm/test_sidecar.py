@@ -18,9 +18,9 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.reports import QUARANTINED, REFUSED, SERVING, Report, read_reports
 from deltawire.engines import KvCache
 from deltawire.engines.http_session import http_session
-from deltawire.engines.vllm.readiness import ReadinessRoute
-from deltawire.engines.vllm.routes import EngineUnreachable, RouteFailed, SwapAnswer
-from deltawire.engines.vllm.sidecar import QUARANTINED_LABEL, Sidecar
+from deltawire.engines.vllm.driver.readiness import ReadinessRoute
+from deltawire.engines.vllm.driver.routes import EngineUnreachable, RouteFailed, SwapAnswer
+from deltawire.engines.vllm.driver.sidecar import QUARANTINED_LABEL, Sidecar
 from deltawire.errors import EngineAsleep, EngineError, EngineQuarantined, EngineRefused, EngineUnavailable, StoreUnavailable, SwapFailed
 from deltawire.events import Event
 from deltawire.format.digest import Digest

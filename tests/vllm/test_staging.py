@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from deltawire import Publisher, Subscriber
-from deltawire.engines.vllm.staging import Stager, find_changes
+from deltawire.engines.vllm.mirror.staging import Stager, find_changes
 from deltawire.errors import MirrorError
 from deltawire.format.checkpoints.checkpoint import Checkpoint
 

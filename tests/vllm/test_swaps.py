@@ -15,7 +15,7 @@ from tiny_checkpoints import TinyMla, TinyModel, runtime_hashes
 
 from deltawire.chain.log import ChainLog
 from deltawire.chain.reports import SERVING, read_reports
-from deltawire.engines.vllm.canary import check_decoding
+from deltawire.engines.vllm.driver.canary import check_decoding
 from deltawire.store import open_store
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from live_server import LiveServer, wait_until
 from tiny_checkpoints import TinyModel, train
 
 from deltawire.engines import KvCache
-from deltawire.engines.vllm.generation import VllmGenerator
+from deltawire.engines.vllm.driver.generation import VllmGenerator
 from deltawire.errors import EngineRefused
 from deltawire.fleet import ClaimedVersion, Coordinator, FleetOptions
 from deltawire.fleet.generation import Interrupted

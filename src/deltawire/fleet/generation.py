@@ -1,7 +1,7 @@
 """The interface that an engine must offer so that a member of the fleet can make completions with it.
 
-`deltawire.rl.generation.TransformersGenerator` runs a model in this process; `deltawire.engines.vllm.generation.VllmGenerator` asks a
-server.
+`deltawire.rl.generation.TransformersGenerator` runs a model in this process.
+`deltawire.engines.vllm.driver.generation.VllmGenerator` asks a server.
 """
 
 from __future__ import annotations

@@ -163,8 +163,8 @@ def _open_generator(options: MemberOptions, name: str, store: Store, stop: threa
 def _generator(options: MemberOptions, name: str, store: Store, on_event: OnEvent | None) -> Generator:
     url = parse_engine(options.engine)
     if url is not None:
-        from ..engines.vllm.generation import VllmGenerator
-        from ..engines.vllm.sidecar import default_mirror
+        from ..engines.vllm.driver.generation import VllmGenerator
+        from ..engines.vllm.driver.sidecar import default_mirror
 
         mirror = Path(options.mirror) if options.mirror else default_mirror(options.source)
         return VllmGenerator(store, url, mirror, options=_reader_options(options, name), poll=options.poll, on_event=on_event)

@@ -6,7 +6,7 @@ It holds the next updates, not the model:
     DIR/files/                delta files, named by their hashes
     DIR/tensors.json          names, types and shapes of the chain's tensors (tensor_table.py)
     DIR/shards/               shards of a full checkpoint, only while workers load it
-    DIR/kept/SERVER/          tensors that the workers of a server share (engines/vllm/kept_bases.py), while the server runs
+    DIR/kept/SERVER/          tensors that the workers of a server share (engines/vllm/live/kept_bases.py), while the server runs
     DIR/lock                  `flock` file of the one process that writes
 
 One process fetches a hop, usually the sidecar, and every worker of the host maps the same files. The manifest of a hop is written last and

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..chain.log import ChainLog
 from ..chain.reports import QUARANTINED, REFUSED, SERVING, read_reports
 from ..chain.version import Version
-from ..engines.vllm.routes import EngineUnreachable, RouteFailed, VllmRoutes
+from ..engines.vllm.driver.routes import EngineUnreachable, RouteFailed, VllmRoutes
 from ..errors import EngineError
 from ..events import OnEvent, emit
 from ..publish import Publisher, WriterOptions

@@ -6,8 +6,8 @@
 
 TRL itself tags a group of samples with the number of syncs at the time when the first of them began. It does not notice that a sample was
 generated during a swap, or by a restarted server that had its initial weights for a while. Here the server says which weights made each
-token (deltawire/engines/vllm/token_route.py), so it must run with `--enable-scale-out`. Samples that weights of no known version made are
-discarded and generated again.
+token (deltawire/engines/vllm/driver/token_route.py), so it must run with `--enable-scale-out`. Samples that weights of no known version
+made are discarded and generated again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutSample, _AsyncRolloutLoop
 
 from ..engines.vllm import OLDEST_VLLM
-from ..engines.vllm.token_route import NEEDED_FLAG, TOKEN_ROUTE, LabelledTokens, read_choice, token_request
+from ..engines.vllm.driver.token_route import NEEDED_FLAG, TOKEN_ROUTE, LabelledTokens, read_choice, token_request
 from ..errors import EngineError, EngineRefused
 from .trl import DeltaWireTransfer
 

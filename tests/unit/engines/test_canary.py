@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deltawire.engines.vllm.canary import PROMPTS, TOKENS, CanaryResult, check_decoding
+from deltawire.engines.vllm.driver.canary import PROMPTS, TOKENS, CanaryResult, check_decoding
 from deltawire.errors import DecodingDiffers, EngineError
 
 

@@ -21,7 +21,7 @@ _LONGEST_ENDING = 60.0
 """The command ends at most this many seconds after a signal."""
 
 if TYPE_CHECKING:
-    from ...engines.vllm.sidecar import Sidecar
+    from ...engines.vllm.driver.sidecar import Sidecar
     from ...events import Event
 
 
@@ -132,7 +132,7 @@ def sidecar(
         raise typer.BadParameter("--no-mirror cannot be combined with --mirror or --updates mirror.")
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
         from ...engines.base import KvCache
-        from ...engines.vllm.sidecar import Sidecar, default_mirror
+        from ...engines.vllm.driver.sidecar import Sidecar, default_mirror
 
         driver = Sidecar(
             engine,
@@ -158,7 +158,7 @@ def sidecar(
 
 
 def _answering(address: str | None, driver: Sidecar) -> contextlib.AbstractContextManager[object]:
-    from ...engines.vllm.readiness import ReadinessRoute
+    from ...engines.vllm.driver.readiness import ReadinessRoute
 
     try:
         return contextlib.nullcontext() if address is None else ReadinessRoute(address, driver.readiness)

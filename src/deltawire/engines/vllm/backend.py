@@ -45,14 +45,14 @@ from ...format.records.record_parts import CommitRef
 from ...subscribe.delta_spool import DeltaSpool
 from ...subscribe.fetching_spool import FetchingSpool
 from . import OLDEST_VLLM, loading
-from .cold_start import ColdStart
-from .kept_bases import KeptBases
-from .live_updates import LiveUpdates
-from .live_weights import Confirm, LiveWeights
-from .mirror_updates import MirrorUpdates
+from .live.cold_start import ColdStart
+from .live.kept_bases import KeptBases
+from .live.live_updates import LiveUpdates
+from .live.live_weights import Confirm, LiveWeights
+from .live.update_types import Outcome, SwapOutcome
+from .mirror.mirror_updates import MirrorUpdates
+from .mirror.staging import Stager
 from .ranks import failed_ranks, raises_for_all
-from .staging import Stager
-from .update_types import Outcome, SwapOutcome
 from .worker_model import WorkerModel
 
 logger = init_logger("vllm.deltawire")

@@ -13,7 +13,7 @@ from ...format.checkpoints.checkpoint import Checkpoint
 from ...subscribe.tensor_table import TensorSpec, TensorTable
 from .layout.model_layout import ModelLayout, learn_layout
 from .layout.types import ModuleRule, Scatter
-from .recompute import process_again, recompute
+from .modules.recompute import process_again, recompute
 
 
 class WorkerModel:

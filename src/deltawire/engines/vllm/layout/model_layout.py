@@ -18,7 +18,7 @@ import torch
 
 from ....subscribe.tensor_table import TensorSpec, TensorTable
 from ....tensors.torch_types import gpu_of
-from ..recompute import FAILED, derived_from, moves_experts, rule_for
+from ..modules.recompute import FAILED, derived_from, moves_experts, rule_for
 from . import loader_copies, processing_map
 from .loader_copies import LoaderCopies, LoaderCopy, RawParameter, reach, record_copies
 from .nests import compose, fit, nest_of, positions_of

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from ..module_shell import is_state, make_shell, process, raw_of
-from ..recompute import ARITHMETIC, FAILED
+from ..modules.module_shell import is_state, make_shell, process, raw_of
+from ..modules.recompute import ARITHMETIC, FAILED
 from .loader_copies import raw_tensors
 from .position_decoder import Path, PositionDecoder, UnitMap, changed_values, complete_table, is_predicted, whole_nest
 from .unit_values import Fill, constant_fill, digit_fill, digits_of, neutral_value, random_fill, same_words, storage_units

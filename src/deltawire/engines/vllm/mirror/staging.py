@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...chain.reader_options import ReaderOptions
-from ...errors import MirrorError
-from ...format.checkpoints.checkpoint import Checkpoint
-from ...format.records.record_parts import CommitRef
-from ...subscribe import Mirror, Subscriber
-from ...subscribe.mirror.mirror import HeldSlot
-from ...tensors.state import thread_count
+from ....chain.reader_options import ReaderOptions
+from ....errors import MirrorError
+from ....format.checkpoints.checkpoint import Checkpoint
+from ....format.records.record_parts import CommitRef
+from ....subscribe import Mirror, Subscriber
+from ....subscribe.mirror.mirror import HeldSlot
+from ....tensors.state import thread_count
 
 if TYPE_CHECKING:
     from .element_map import MappedChanges

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import EngineError, EngineUnavailable
+from ....errors import EngineError, EngineUnavailable
 
 TOKEN_ROUTE = "/inference/v1/generate"
 NEEDED_FLAG = "--enable-scale-out"

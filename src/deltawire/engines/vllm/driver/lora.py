@@ -24,16 +24,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...dtypes import dtype_of_numpy
-from ...errors import EngineRefused
-from ...events import OnEvent, emit
-from ...format.bundle_names import MAIN, BundleView, bundle_names
-from ...format.checkpoints.checkpoint import check_can_be_written
-from ...format.digest import Digest
-from ...format.safetensors_header import MalformedHeader, build_header, parse_json_object, place_in_order
-from ...subscribe.delta_cache import PART
-from ...subscribe.delta_spool import spool_errors
-from ...tensors.state import state_digest
+from ....dtypes import dtype_of_numpy
+from ....errors import EngineRefused
+from ....events import OnEvent, emit
+from ....format.bundle_names import MAIN, BundleView, bundle_names
+from ....format.checkpoints.checkpoint import check_can_be_written
+from ....format.digest import Digest
+from ....format.safetensors_header import MalformedHeader, build_header, parse_json_object, place_in_order
+from ....subscribe.delta_cache import PART
+from ....subscribe.delta_spool import spool_errors
+from ....tensors.state import state_digest
 from .routes import RouteFailed
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

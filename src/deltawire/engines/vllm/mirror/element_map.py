@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...tensors.torch_types import gpu_of
+from ....tensors.torch_types import gpu_of
 from .staging import Change
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

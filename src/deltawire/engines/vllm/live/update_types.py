@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from ...format.digest import Digest
-from ...format.records.record_parts import CommitRef
+from ....format.digest import Digest
+from ....format.records.record_parts import CommitRef
 
 if TYPE_CHECKING:
     from .layout_update import LayoutUpdate

@@ -19,17 +19,17 @@ from typing import Any
 
 import numpy as np
 
-from ...chain.reader_options import ReaderOptions
-from ...chain.version import Version
-from ...errors import DeltawireError, EngineError, EngineRefused, EngineUnavailable, VersionUnknown
-from ...events import OnEvent
-from ...fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, never
-from ...format.records.trainer_records import Sampling
-from ...store import Store
-from ...subscribe.model_files import FollowedFiles
-from ..base import KvCache
-from ..http_session import NoAnswer, PendingAnswer, http_session
-from ..prompts import Prompts
+from ....chain.reader_options import ReaderOptions
+from ....chain.version import Version
+from ....errors import DeltawireError, EngineError, EngineRefused, EngineUnavailable, VersionUnknown
+from ....events import OnEvent
+from ....fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, never
+from ....format.records.trainer_records import Sampling
+from ....store import Store
+from ....subscribe.model_files import FollowedFiles
+from ...base import KvCache
+from ...http_session import NoAnswer, PendingAnswer, http_session
+from ...prompts import Prompts
 from .routes import EngineUnreachable, RouteFailed, VllmRoutes
 from .sidecar import Sidecar
 from .token_route import TOKEN_ROUTE, read_choice, token_request

@@ -22,21 +22,21 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ...chain.reports import QUARANTINED, REFUSED
-from ...chain.restore import Hop
-from ...chain.version import Version
-from ...chain.walk_route import taking, walk_route
-from ...errors import ChainError, EngineQuarantined, EngineRefused, SpoolError
-from ...events import OnEvent, Value, emit
-from ...format.digest import Digest
-from ...format.records.version_records import Commit
-from ...subscribe.delta_spool import DeltaSpool
-from ...subscribe.mirror.mirror_replica import MirrorReplica
-from ...subscribe.sync_context import SyncContext
-from ...subscribe.tensor_table import read_tensor_table, write_table
-from ..base import KvCache
-from ..swap.swap_controller import SwapController, SwapRecord, SwapState
-from . import QUARANTINED_LABEL
+from ....chain.reports import QUARANTINED, REFUSED
+from ....chain.restore import Hop
+from ....chain.version import Version
+from ....chain.walk_route import taking, walk_route
+from ....errors import ChainError, EngineQuarantined, EngineRefused, SpoolError
+from ....events import OnEvent, Value, emit
+from ....format.digest import Digest
+from ....format.records.version_records import Commit
+from ....subscribe.delta_spool import DeltaSpool
+from ....subscribe.mirror.mirror_replica import MirrorReplica
+from ....subscribe.sync_context import SyncContext
+from ....subscribe.tensor_table import read_tensor_table, write_table
+from ...base import KvCache
+from ...swap.swap_controller import SwapController, SwapRecord, SwapState
+from .. import QUARANTINED_LABEL
 from .routes import EngineUnreachable, WorkerStatus
 from .server_update import OneCallUpdate, PausableServer, RoutesUpdate, ServerUpdate, label, worker_errors
 

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ...errors import EngineQuarantined, EngineRefused
-from .layout.types import ModuleRule, Scatter, TensorLayout
+from ....errors import EngineQuarantined, EngineRefused
+from ..layout.types import ModuleRule, Scatter, TensorLayout
 from .module_shell import make_shell, numbers_of, process, raw_of, tensors_of
 
 ARITHMETIC = "arithmetic"

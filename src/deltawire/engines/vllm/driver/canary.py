@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...errors import DecodingDiffers, EngineError
+from ....errors import DecodingDiffers, EngineError
 from .token_route import LabelledTokens, read_choice
 
 PROMPTS = tuple(tuple(range(first, first + 8)) for first in (1, 5, 9, 17))

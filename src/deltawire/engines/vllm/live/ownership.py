@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ...format.digest import Digest
-from .layout.types import Nest
+from ....format.digest import Digest
+from ..layout.types import Nest
 
 Blocks: TypeAlias = Mapping[str, Sequence[tuple[Nest, ...]]]
 """For each tensor, the parts that a worker holds (`ModelLayout.blocks`). The sources of the nests are the units of the tensor."""

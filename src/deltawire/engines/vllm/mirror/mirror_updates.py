@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from ...errors import EngineQuarantined
-from . import loading
+from ....errors import EngineQuarantined
+from .. import loading
+from ..live.update_types import SwapOutcome
+from ..ranks import failed_ranks
 from .element_map import ElementMap, MappedChanges
-from .ranks import failed_ranks
 from .read_back import read_back
 from .staging import Change, HeldVersion, StagedUpdate, Stager
-from .update_types import SwapOutcome
 
 logger = logging.getLogger("vllm.deltawire")
 

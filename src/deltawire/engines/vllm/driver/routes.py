@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ...errors import EngineError, EngineUnavailable
-from ..base import KvCache
-from ..http_session import HttpSession, NoAnswer, PendingAnswer, http_session
+from ....errors import EngineError, EngineUnavailable
+from ...base import KvCache
+from ...http_session import HttpSession, NoAnswer, PendingAnswer, http_session
 
 PauseMode = Literal["keep", "wait", "abort"]
 """Says what happens to requests in progress: "keep" continues them after the pause, "wait" finishes them first, "abort" ends them."""

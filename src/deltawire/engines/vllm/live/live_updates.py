@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import DeltawireError
-from ...format.digest import Digest
-from ...format.records.record_parts import CommitRef
-from ...subscribe.delta_spool import DeltaSpool
-from ...subscribe.tensor_table import TensorTable, load_table
+from ....errors import DeltawireError
+from ....format.digest import Digest
+from ....format.records.record_parts import CommitRef
+from ....subscribe.delta_spool import DeltaSpool
+from ....subscribe.tensor_table import TensorTable, load_table
+from ..ranks import agree, failed_ranks, share, sum_of
 from .live_staging import LiveStaging
 from .live_weights import LiveWeights
 from .ownership import replicas_agree
-from .ranks import agree, failed_ranks, share, sum_of
 from .update_types import LiveVersion, SwapOutcome
 
 logger = logging.getLogger("vllm.deltawire")

@@ -15,15 +15,15 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from ...errors import BaseMismatch, ChainBroken, EngineQuarantined, EngineRefused, ResultMismatch
-from ...format.delta_file import DeltaBytes
-from ...format.digest import Digest, TensorKeys
-from ...format.records.record_parts import FileEntry, record_hash
-from ...format.records.version_records import Commit
-from ...subscribe.tensor_table import TensorSpec, TensorTable
-from ...tensors.gpu_handover import on_side_stream
-from ...tensors.state import state_digest
-from .layout.types import ModuleRule, Scatter
+from ....errors import BaseMismatch, ChainBroken, EngineQuarantined, EngineRefused, ResultMismatch
+from ....format.delta_file import DeltaBytes
+from ....format.digest import Digest, TensorKeys
+from ....format.records.record_parts import FileEntry, record_hash
+from ....format.records.version_records import Commit
+from ....subscribe.tensor_table import TensorSpec, TensorTable
+from ....tensors.gpu_handover import on_side_stream
+from ....tensors.state import state_digest
+from ..layout.types import ModuleRule, Scatter
 from .layout_update import BaseSource, Layout, LayoutUpdate, base_of
 from .ownership import Blocks, Owned, find_owned
 from .update_types import Agree, Digests, LiveVersion, Outcome, StagedUpdate, SwapOutcome

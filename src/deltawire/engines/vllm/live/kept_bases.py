@@ -31,13 +31,13 @@ import torch
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from ...delta.patch import TensorPatch
-from ...errors import DeltawireError, SpoolError
-from ...format.checkpoints.checkpoint import Checkpoint
-from ...format.records.record_parts import CommitRef
-from ...subscribe.delta_spool import ALIVE, remove_abandoned, retryable_error, spool_errors
-from ...subscribe.mirror.locks import FileLock
-from ...subscribe.tensor_table import TensorSpec, TensorTable
+from ....delta.patch import TensorPatch
+from ....errors import DeltawireError, SpoolError
+from ....format.checkpoints.checkpoint import Checkpoint
+from ....format.records.record_parts import CommitRef
+from ....subscribe.delta_spool import ALIVE, remove_abandoned, retryable_error, spool_errors
+from ....subscribe.mirror.locks import FileLock
+from ....subscribe.tensor_table import TensorSpec, TensorTable
 
 _HEADER = struct.Struct("<8sQ")
 _MAGIC = b"dwkept01"

@@ -12,15 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...chain.restore import Hop
-from ...errors import SpoolError
-from ...subscribe.fetching_spool import KEPT_HOPS, FetchingSpool
-from ...subscribe.sync_context import SyncContext
-from ...subscribe.tensor_table import TensorTable, read_tensor_table, write_table
+from ....chain.restore import Hop
+from ....errors import SpoolError
+from ....subscribe.fetching_spool import KEPT_HOPS, FetchingSpool
+from ....subscribe.sync_context import SyncContext
+from ....subscribe.tensor_table import TensorTable, read_tensor_table, write_table
+from ..loading import Tensors, module_order, stream_anchor
+from ..ranks import failed_ranks, share
 from .kept_bases import KeptBases
 from .live_updates import LiveUpdates
-from .loading import Tensors, module_order, stream_anchor
-from .ranks import failed_ranks, share
 from .update_types import SwapOutcome
 
 logger = logging.getLogger("vllm.deltawire")

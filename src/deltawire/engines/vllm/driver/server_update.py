@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...chain.version import Version
-from ...errors import EngineAsleep, EngineError, EngineRefused
-from ..base import KvCache
+from ....chain.version import Version
+from ....errors import EngineAsleep, EngineError, EngineRefused
+from ...base import KvCache
 from .routes import EngineUnreachable, PauseMode, RouteFailed, SwapAnswer, VllmRoutes, WorkerStatus
 
 _LEASE_SECONDS = 60.0

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from ...errors import BaseMismatch, SpoolError
-from ...format.delta_file import DeltaBytes
-from ...format.records.record_parts import CommitRef, FileEntry
+from ....errors import BaseMismatch, SpoolError
+from ....format.delta_file import DeltaBytes
+from ....format.records.record_parts import CommitRef, FileEntry
 from .live_weights import DeltaHop, LiveWeights
 from .update_types import StagedUpdate
 

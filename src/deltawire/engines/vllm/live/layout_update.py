@@ -16,22 +16,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...codec.base import Resolution
-from ...codec.bits import Bits, Indices, on_gpu
-from ...delta.grouped_plan import GroupedPlan, resolve_together
-from ...delta.patch import TensorPatch
-from ...delta.plan import Plan, check_base, check_digests, cover, itemsizes_of, resolve_plan
-from ...delta.resolve import plan_delta
-from ...errors import CorruptDelta, EngineRefused, ResultMismatch, TensorsTied
-from ...format import delta_file
-from ...format.delta_file import Coverage, DeltaBytes
-from ...format.digest import Digest
-from ...format.records.record_parts import CommitRef
-from ...subscribe.tensor_table import TensorTable
-from ...tensors.gpu_handover import on_side_stream
-from ...tensors.state import codec_for, state_digest, thread_count
-from ...tensors.torch_types import gpu_of, to_torch, torch_dtype
-from .layout.types import ModuleRule, Nest, Scatter, TensorLayout
+from ....codec.base import Resolution
+from ....codec.bits import Bits, Indices, on_gpu
+from ....delta.grouped_plan import GroupedPlan, resolve_together
+from ....delta.patch import TensorPatch
+from ....delta.plan import Plan, check_base, check_digests, cover, itemsizes_of, resolve_plan
+from ....delta.resolve import plan_delta
+from ....errors import CorruptDelta, EngineRefused, ResultMismatch, TensorsTied
+from ....format import delta_file
+from ....format.delta_file import Coverage, DeltaBytes
+from ....format.digest import Digest
+from ....format.records.record_parts import CommitRef
+from ....subscribe.tensor_table import TensorTable
+from ....tensors.gpu_handover import on_side_stream
+from ....tensors.state import codec_for, state_digest, thread_count
+from ....tensors.torch_types import gpu_of, to_torch, torch_dtype
+from ..layout.types import ModuleRule, Nest, Scatter, TensorLayout
 
 _TOGETHER = 16
 """The number of files that a GPU decodes with one call."""

@@ -20,19 +20,19 @@ from typing import Any
 
 from blake3 import blake3
 
-from ...chain.reader_options import ReaderOptions
-from ...chain.reports import SERVING, put_report
-from ...chain.version import Version
-from ...errors import DeltawireError, EngineError, NoChain, StoreError
-from ...events import Event, OnEvent, emit
-from ...store import Store, open_store
-from ...subscribe import Subscriber
-from ...subscribe.delta_spool import default_spool
-from ...subscribe.follow import pause as pace
-from ...subscribe.pin_keeper import reader_name
-from ..base import KvCache
-from ..swap.swap_controller import SwapState
-from . import QUARANTINED_LABEL as QUARANTINED_LABEL
+from ....chain.reader_options import ReaderOptions
+from ....chain.reports import SERVING, put_report
+from ....chain.version import Version
+from ....errors import DeltawireError, EngineError, NoChain, StoreError
+from ....events import Event, OnEvent, emit
+from ....store import Store, open_store
+from ....subscribe import Subscriber
+from ....subscribe.delta_spool import default_spool
+from ....subscribe.follow import pause as pace
+from ....subscribe.pin_keeper import reader_name
+from ...base import KvCache
+from ...swap.swap_controller import SwapState
+from .. import QUARANTINED_LABEL as QUARANTINED_LABEL
 from .routes import EngineUnreachable, PauseMode, VllmRoutes
 from .server_replica import ReplicaSettings, ServerReplica
 from .server_update import PausableServer, label

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from ...errors import EngineError
+from ....errors import EngineError
 
 ROUTE = "/ready"
 Check = Callable[[], tuple[bool, Mapping[str, Any]]]

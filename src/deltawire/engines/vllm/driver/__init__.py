@@ -1,0 +1,12 @@
+"""The process that drives a vLLM server. It needs neither vLLM nor torch.
+
+sidecar.py        follows a chain and brings each version into the server
+server_replica.py the weights of the server, which take updates live, from a spool of deltas, or from a mirror
+server_update.py  the server as an engine for `SwapController`: pause, update, resume
+routes.py         a client of the server's HTTP routes
+readiness.py      a route that tells load balancers whether the server serves a version of the chain
+token_route.py    the route that tells which weights made which token: its requests and answers
+lora.py           LoRA adapters of a chain, under the names of their versions
+canary.py         checks after an update that decoding computes what prompts do
+generation.py     completions for a member of a fleet, from a server that the member drives
+"""

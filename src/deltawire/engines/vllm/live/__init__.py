@@ -1,0 +1,11 @@
+"""Updates of a worker's live memory, in the order in which an update passes through the modules.
+
+live_updates.py   learn the layout, adopt a version, prepare, swap
+live_staging.py   stages updates on a separate thread
+live_weights.py   a worker's weights at a version; decodes updates against them, and writes them in one transaction
+layout_update.py  one such update: decoded, written, undone
+update_types.py   types that these modules share
+ownership.py      which worker digests which elements
+kept_bases.py     one copy on the host of the tensors that workers cannot read from their own memory
+cold_start.py     brings workers to a version with nothing but the store
+"""
