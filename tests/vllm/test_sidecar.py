@@ -40,7 +40,7 @@ class ServerDouble:
         self.one_call = False
         self.answers: list[str] = []
         self.is_live: bool | None = None
-        """Whether deltas can be decoded against the live weights. None if the workers do not know of this."""
+        """True if deltas can be decoded against the live weights. None if the workers do not know of this."""
         self.asleep = self.held = False
         self.leases: list[tuple[float, bool]] = []
         self.restart()

@@ -173,7 +173,7 @@ class Codec(Protocol):
     prefers_whole_state: bool
     """Whether one call with all tensors is faster than batches. Memory is bounded in both cases."""
     prepares: bool
-    """Whether it takes groups with a `preparation`."""
+    """True if it takes groups with a `preparation`."""
 
     def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
         """Encode groups of tensors. The bytes do not depend on the number of threads, or on the other groups."""

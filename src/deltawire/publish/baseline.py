@@ -25,7 +25,7 @@ from .snapshots import Arrays, ScratchMemory, SnapshotDevice, copy_tensors, is_k
 from .upload.segments import SEGMENT_BYTES, Segment, TensorTable, cut_batches, cut_segments, part_of_state
 
 _APPLIED_SHARE, _LEAST_APPLIED = 400, 8 << 20
-"""How many bytes of deltas are applied at once: the bytes of the state divided by the first number, or the second number if that is more.
+"""The bytes of deltas that are applied at once: those of the state divided by the first number, or the second number if that is more.
 A GPU needs about four times as many bytes for the decoded changes, so at most a hundredth of the state."""
 
 

@@ -34,7 +34,7 @@ def _every_recipe_may_leave_codes_unwritten(monkeypatch):
 
 
 STEPS = {"nothing": 0.0, "little": 1e-4, "much": 0.5}
-"""How far an update moves the weights, relative to their size. With the last one, chunks are stored raw."""
+"""The distance by which an update moves the weights, relative to their size. With the last one, chunks are stored raw."""
 
 
 def layer(number: int) -> str:

@@ -128,7 +128,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._cold_start: ColdStart | None = None
         """Loads versions from the store. None if they come from a mirror, or only from the spool."""
         self._is_staging_live = False
-        """Whether the last update that was prepared is decoded against live memory."""
+        """True if the last update that was prepared is decoded against live memory."""
         if self.device.type != "cpu":
             let_others_go_first()
             self._model.learn_early()

@@ -133,7 +133,7 @@ class Lease:
         self._core = core
         self.deadline = 0.0
         self.is_lost = False
-        """Whether the engine has continued by itself, so that the program must not write any more."""
+        """True if the engine has continued by itself, so that the program must not write any more."""
 
     def extend(self, seconds: float) -> None:
         """Let the pause last this many seconds from now."""

@@ -37,7 +37,7 @@ class Completions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """How much the log-probs of decoding and of prompts differ.
+    """The amount by which the log-probs of decoding and of prompts differ.
 
     Parameters
     ----------

@@ -54,7 +54,7 @@ Report = Callable[[str, int | None, str | None], None]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
-    """How a server is brought to new versions.
+    """The way in which a server is brought to new versions.
 
     Parameters
     ----------

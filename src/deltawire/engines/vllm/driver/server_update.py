@@ -41,12 +41,12 @@ class PausableServer:
         self.kv_cache = KvCache.DROP
         """The policy of the swap in progress."""
         self.one_call = False
-        """Whether swaps are made in one call."""
+        """True if swaps are made in one call."""
         self.must_resume = True
-        """Whether the server needs a request to resume. A swap in one call leaves it running, or paused as it was before."""
+        """True if the server needs a request to resume. A swap in one call leaves it running, or paused as it was before."""
         self._grants_leases = False
         self.is_held = False
-        """Whether the server waits for its first version, so that only a swap may resume it."""
+        """True if the server waits for its first version, so that only a swap may resume it."""
         self.http_calls = 0
         """The number of requests that the last swap sent from the pause on, with those that pause and resume the server."""
 
@@ -98,7 +98,7 @@ class ServerUpdate:
         self.workers: Sequence[WorkerStatus] = ()
         """The status of each worker after the update, as far as it is known."""
         self.failure: str | None = None
-        """Why the workers did not take the update."""
+        """The reason why the workers did not take the update."""
 
     def apply(self) -> None:
         raise NotImplementedError

@@ -106,7 +106,7 @@ class Sidecar:
         """The version that the last report says the server serves."""
         self._last_served: Version | None = None
         self._problem: str | None = None
-        """Why the server does not serve a version of the chain, as far as it is known."""
+        """The reason why the server does not serve a version of the chain, as far as it is known."""
         self._owns_store = not isinstance(url, Store)
         self._store = open_store(url, options=options.store, on_event=on_event)
         self._log = options.open_log(self._store)

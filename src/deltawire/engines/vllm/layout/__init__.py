@@ -1,4 +1,4 @@
-"""Where a vLLM worker keeps the weights of a chain: layouts that are learnt from vLLM's own loaders and from its own processing.
+"""Layouts: the places where a vLLM worker keeps the weights of a chain, learnt from vLLM's own loaders and from its own processing.
 
 types.py             the shared types: nests, placements, layouts of tensors
 nests.py             finds nested strides in a list of positions, and composes them

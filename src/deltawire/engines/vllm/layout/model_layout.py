@@ -1,4 +1,4 @@
-"""Where a worker holds each tensor of a chain: both stages of learning, composed.
+"""The places of each tensor of a chain in a worker: both stages of learning, composed.
 
     checkpoint  →  raw parameter      loader_copies.py
                 →  memory             processing_map.py
@@ -36,7 +36,7 @@ OFF = "DELTAWIRE_LEARN"
 
 @dataclass(slots=True)
 class LearningFacts:
-    """How a layout was learnt, for logs and measurements."""
+    """The effort of learning a layout, for logs and measurements."""
 
     seconds: float = 0.0
     runs: int = 0
@@ -50,7 +50,7 @@ class LearningFacts:
 
 
 class ModelLayout:
-    """How a worker holds the tensors of a chain. It is valid as long as the model's tensors keep their memory.
+    """The way in which a worker holds the tensors of a chain. It is valid as long as the model's tensors keep their memory.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ MOST_COPIES = 8
 
 @dataclass(frozen=True, slots=True)
 class UnitMap:
-    """Where processing moves the units of a raw parameter.
+    """The positions to which processing moves the units of a raw parameter.
 
     Parameters
     ----------

@@ -81,7 +81,7 @@ class Nest:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where some units of a checkpoint tensor are in the model's memory.
+    """The places of some units of a checkpoint tensor in the model's memory.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class Placement:
 
 
 Kind = Literal["direct", "mapped", "partial", "module", "absent"]
-"""How a worker holds a tensor of the chain.
+"""The way in which a worker holds a tensor of the chain.
 
 direct
     Its memory is the tensor of the checkpoint: one contiguous range with the same bits.
@@ -122,7 +122,7 @@ absent
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """How this worker holds a tensor of the chain.
+    """The way in which this worker holds a tensor of the chain.
 
     Parameters
     ----------

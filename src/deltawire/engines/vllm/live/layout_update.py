@@ -41,7 +41,7 @@ Changes = tuple[torch.Tensor, torch.Tensor]
 
 
 class Layout(Protocol):
-    """How a worker holds the tensors of a chain. `layout.model_layout.ModelLayout` is one."""
+    """The way in which a worker holds the tensors of a chain. `layout.model_layout.ModelLayout` is one."""
 
     @property
     def tensors(self) -> Mapping[str, TensorLayout]: ...

@@ -14,7 +14,7 @@ from .update_types import StagedUpdate
 
 
 class Spool(Protocol):
-    """Where hops are found. `subscribe.delta_spool.DeltaSpool` is one."""
+    """A source of hops. `subscribe.delta_spool.DeltaSpool` is one."""
 
     def hop(self, base: CommitRef, seq: int) -> DeltaHop | None: ...
 
@@ -84,7 +84,7 @@ class LiveStaging:
 
     @property
     def error(self) -> str | None:
-        """Why staging failed. None if it did not."""
+        """The reason why staging failed. None if it did not."""
         failure = self._future.exception() if self._future is not None and self._future.done() else None
         return None if failure is None else f"{type(failure).__name__}: {failure}"
 

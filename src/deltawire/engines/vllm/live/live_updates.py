@@ -42,14 +42,14 @@ class LiveUpdates:
         self._spool = spool
         self._staging = LiveStaging(weights, self._spool)
         self.why_not: str | None = "the layout of the weights was not learnt"
-        """Why updates cannot be written to live memory. None if they can. It is None in all workers or in none."""
+        """The reason why updates cannot be written to live memory. None if they can. It is None in all workers or in none."""
         self._digest: Digest | None = None
         """The digest of what this worker owns. None if it is not known."""
         self._replicated: Mapping[tuple[int, ...], Digest] = {}
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next update is decoded against live memory."""
+        """True if the next update is decoded against live memory."""
         return self.why_not is None and self.weights.version is not None
 
     def learn(self, path: Path) -> None:
@@ -182,7 +182,7 @@ class LiveUpdates:
 
     @property
     def staging_error(self) -> str | None:
-        """Why staging failed. None if it did not."""
+        """The reason why staging failed. None if it did not."""
         return self._staging.error
 
     def _learn(self, table: TensorTable) -> str | None:

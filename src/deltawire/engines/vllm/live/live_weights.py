@@ -94,15 +94,15 @@ class LiveWeights:
         """The version that the weights have. None if it is unknown."""
         self.layout: Layout | None = None
         self.is_quarantined = False
-        """Whether the weights are in an unknown state."""
+        """True if the weights are in an unknown state."""
         self.is_unconfirmed = False
-        """Whether the direct tensors were written, but not digested since."""
+        """True if the direct tensors were written, but not digested since."""
         self.table: TensorTable | None = None
         """The tensors of the chain whose layout was learnt."""
         self._names: Sequence[str] = ()
         self._direct: Mapping[str, torch.Tensor] = {}
         self._is_quick = True
-        """Whether the digest of the direct tensors is computed within each swap."""
+        """True if the digest of the direct tensors is computed within each swap."""
         self._unreadable: str | None = None
         self._direct_digest = self._mapped_digest = Digest()
         self._owned: Mapping[str, Owned] = {}
@@ -160,7 +160,7 @@ class LiveWeights:
 
     @property
     def why_not(self) -> str | None:
-        """Why these weights cannot be updated where they are. None if they can."""
+        """The reason why these weights cannot be updated where they are. None if they can."""
         if self.layout is None:
             return "the layout of the weights is not known"
         if not self.layout.is_valid_for(self._model):

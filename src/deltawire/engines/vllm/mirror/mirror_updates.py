@@ -51,7 +51,7 @@ class MirrorUpdates:
         self.live: HeldVersion | None = None
         """The version in the mirror that the weights have. None if they have another one."""
         self.confirms_everything = False
-        """Whether every tensor in place is read back after each update."""
+        """True if every tensor in place is read back after each update."""
         self._in_place: set[str] = set()
         self._element_map: ElementMap | None = None
         self.transformed: set[str] = set()
