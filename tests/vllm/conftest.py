@@ -11,6 +11,7 @@ import pytest
 from live_server import LiveServer, LiveSidecar, server_environment
 from server_nursery import ServerNursery
 from servers import seaweedfs
+from sidecar_scene import Scene
 from tiny_checkpoints import State, TinyModel, train, train_visibly
 
 import deltawire
@@ -118,3 +119,34 @@ def follow(tmp_path: Path) -> Iterator[Callable[..., LiveSidecar]]:
     yield start
     for sidecar in sidecars:
         sidecar.kill()
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path)
+    yield scene
+    scene.sidecar.close()
+    scene.publisher.close()
+
+
+@pytest.fixture
+def one_call(scene: Scene) -> Scene:
+    """A scene whose server swaps in one call and serves a version already."""
+    scene.server.one_call = True
+    scene.publish()
+    scene.sidecar.step()
+    scene.server.calls.clear()
+    scene.events.clear()
+    return scene
+
+
+@pytest.fixture
+def live(scene: Scene) -> Scene:
+    """A scene whose server takes deltas into its live memory, and has its first version."""
+    scene.server.one_call = scene.server.is_live = True
+    scene.publish()
+    scene.sidecar.step()
+    assert scene.server.calls == ["learn", "adopt 1", "prepare", "swap drop"]  # the first version comes from the mirror
+    scene.server.calls.clear()
+    scene.events.clear()
+    return scene
