@@ -26,9 +26,11 @@ def core_class() -> Any:
 
         def __init__(self, *, backend: str = "deltawire") -> None:
             self.vllm_config = SimpleNamespace(
-                parallel_config=SimpleNamespace(data_parallel_size=1), weight_transfer_config=SimpleNamespace(backend=backend)
+                parallel_config=SimpleNamespace(data_parallel_size=1),
+                weight_transfer_config=SimpleNamespace(backend=backend),
+                model_config=SimpleNamespace(is_multimodal_model=False),
             )
-            self.scheduler = SimpleNamespace(pause_state=PauseState.UNPAUSED, reset_prefix_cache=None)
+            self.scheduler = SimpleNamespace(pause_state=PauseState.UNPAUSED, running=[], reset_prefix_cache=lambda **_: True)
             self.scheduler.set_pause_state = lambda state: setattr(self.scheduler, "pause_state", state)
             self.batch_queue = None
             self.input_queue: queue.Queue[Any] = queue.Queue()
@@ -40,10 +42,12 @@ def core_class() -> Any:
         def _call(self, method: Any, timeout: Any = None, arguments: Any = ()) -> list[Any]:
             if method is engine_holds._forget:
                 self.forgotten += 1
+            if method == "deltawire_quarantine":
+                self.workers = [{**worker, "seq": None, "quarantined": True, "error": arguments[0]} for worker in self.workers]
             return self.workers
 
         def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[Any]:
-            return self._call(method)
+            return self._call(method, timeout, args)
 
         def set_weight_version(self, label: str) -> None:
             self.label = label
@@ -56,6 +60,10 @@ def core_class() -> Any:
             self.model_executor.is_sleeping = False
             self.resume_scheduler()
             return True
+
+        def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
+            assert (mode, clear_cache) == ("abort", True)
+            self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
 
         def resume_scheduler(self) -> None:
             self.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -178,6 +186,56 @@ def test_a_pause_without_a_lease_and_one_that_was_ended_in_time_are_left_alone()
     core.collective_rpc("deltawire_lease", None, (60.0,))
     core.resume_scheduler()
     assert core.deltawire_lease is None
+
+
+def wake(core: Any) -> None:
+    """Let an engine that waits for requests handle the next wake-up."""
+    kind, request = core.input_queue.get(timeout=60)
+    assert kind == EngineCoreRequestType.WAKEUP
+    core._handle_client_request(kind, request)
+
+
+@pytest.mark.parametrize("is_one_call", [True, False])
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_an_engine_looks_by_itself_whether_its_workers_confirm_a_swap(is_one_call: bool, is_wrong: bool) -> None:
+    core = core_class()()
+    core.workers = [{"seq": 3, "quarantined": False, "unconfirmed": rank == 1, "outcome": "made"} for rank in range(2)]
+    if is_one_call:
+        assert swap_between_steps(core, 3, "3", "keep")["running"]
+    else:
+        core.collective_rpc("finish_weight_update")
+    wake(core)
+    assert (core.label, engine_state(core)["paused"]) == ("3", False)
+    core.workers[1] |= {"quarantined": is_wrong, "unconfirmed": False, "error": "of its digest" if is_wrong else None}
+    wake(core)
+    assert core.deltawire_watch is None
+    assert engine_state(core)["paused"] == is_wrong
+    if is_wrong:
+        assert core.label == QUARANTINED_LABEL
+        assert "worker 1: of its digest" in str(engine_state(core)["held"])
+        assert all(worker["quarantined"] for worker in core.workers)
+        core.workers = [{"seq": 4, "quarantined": False, "outcome": "made"}]
+        assert swap_between_steps(core, 4, "4", "drop", anew=True)["running"]
+    assert core.input_queue.empty()
+
+
+def test_an_engine_whose_workers_have_confirmed_a_swap_does_not_look_again() -> None:
+    core = core_class()()
+    swap_between_steps(core, 3, "3", "keep")
+    assert getattr(core, "deltawire_watch", None) is None
+    other = core_class()(backend="nccl")
+    other.collective_rpc("finish_weight_update")
+    assert getattr(other, "deltawire_watch", None) is None
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_client_can_quarantine_an_engine(is_alone: bool) -> None:
+    core = core_class()()
+    core.has_coordinator = not is_alone
+    (first, _) = core.collective_rpc("deltawire_quarantine", None, ("its tokens are wrong",))
+    assert (first["quarantined"], first["error"], core.label) == (True, "its tokens are wrong", QUARANTINED_LABEL)
+    assert engine_state(core)["paused"] == is_alone
+    assert engine_state(core)["held"] == ("its tokens are wrong" if is_alone else None)
 
 
 def test_this_vllm_has_what_holds_need() -> None:

@@ -196,6 +196,43 @@ def test_a_late_check_does_not_see_weights_that_are_being_loaded(tmp_path: Path,
     backend.shutdown()
 
 
+@pytest.mark.parametrize("how", ["wrong", "unreadable"])
+def test_weights_that_a_late_check_does_not_confirm_quarantine_the_worker(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = Chain(tmp_path, *CASES["dense"])
+    loaded = load_model(chain.checkpoints[0])
+    from deltawire.engines.vllm.live.live_weights import LiveWeights
+
+    backend = start_backend(loaded, spool=str(chain.spool.folder), url=chain.url, confirm="written")
+    may_check = threading.Event()
+    check = LiveWeights.check_direct
+
+    def check_later(weights: LiveWeights) -> None:
+        may_check.wait()
+        if how == "unreadable":
+            raise RuntimeError("the device is lost")
+        next(iter(weights._direct.values())).neg_()
+        check(weights)
+
+    with loaded.active():
+        backend.learn(str(chain.spool.table_path))
+        backend.adopt(chain.ref(0).plain())
+        monkeypatch.setattr(LiveWeights, "check_direct", check_later)
+        answer = backend.swap(chain.put(1))
+        assert (answer["outcome"], answer["quarantined"], answer["unconfirmed"]) == ("made", False, True)
+        may_check.set()
+        assert backend._updates is not None
+        backend._updates.wait()
+        status = backend.status()
+        assert (status["quarantined"], status["unconfirmed"], status["seq"]) == (True, False, None)
+        monkeypatch.undo()
+        assert backend.quarantine("of its digest")["error"] == "of its digest"
+        answer = backend.swap(chain.put(2))
+        assert (answer["outcome"], answer["quarantined"], answer["last"]["loaded_anew"]) == ("made", False, 1), answer["error"]
+    backend.shutdown()
+
+
 def test_failed_swaps_are_undone_or_quarantine_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from deltawire.engines.vllm.live.layout_update import LayoutUpdate
 

@@ -5,6 +5,8 @@ In vLLM's processes, in the order in which an update passes through them:
     plugin.py         the entry point that vLLM calls; it registers the backend `deltawire`
     engine_core.py    lets EngineCore swap in one call, between two steps
     engine_holds.py   keeps EngineCore paused while its weights are those of no version, and ends pauses that nobody ends
+    engine_watch.py   lets EngineCore look after workers that confirm a swap later, and quarantines an engine
+    lost_wakeups.py   limits the time that a lost wake-up between vLLM's processes costs
     backend.py        the backend, one object in each worker: stages an update while the server generates, writes it while it is paused
     ranks.py          what the workers tell each other
     live/             updates of live memory, decoded where the weights are

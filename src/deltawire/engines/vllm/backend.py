@@ -44,7 +44,7 @@ from ...format.records.canonical import Fields
 from ...format.records.record_parts import CommitRef
 from ...subscribe.delta_spool import DeltaSpool
 from ...subscribe.fetching_spool import FetchingSpool
-from . import OLDEST_VLLM, loading
+from . import OLDEST_VLLM, loading, lost_wakeups
 from .live.cold_start import ColdStart
 from .live.kept_bases import KeptBases
 from .live.live_updates import LiveUpdates
@@ -135,6 +135,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._is_quarantined = False
         self._error: str | None = None
         self._last: dict[str, float] = {}
+        lost_wakeups.look_often()
         _add_rpc_methods()
 
     # Methods that vLLM calls
@@ -267,6 +268,20 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             self._weights.forget()
         self._mirror.forget()
 
+    def quarantine(self, reason: str) -> dict[str, Any]:
+        """Take the weights for unknown, because they or their results are wrong. Only an update that loads everything is accepted then.
+
+        Returns the status.
+
+        Parameters
+        ----------
+        reason
+            What is wrong.
+        """
+        self.forget()
+        self._is_quarantined, self._error = True, reason
+        return self.status()
+
     def status(self) -> dict[str, Any]:
         """Return the state of this worker, in JSON's types."""
         stager, held, updates = self._mirror.stager, self._mirror.live, self._updates
@@ -279,6 +294,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             "staging_error": live.staging_error if live is not None else None if stager is None else stager.error,
             "quarantined": self._is_quarantined or (self._weights is not None and self._weights.is_quarantined),
             "error": self._error,
+            "unconfirmed": self._weights is not None and self._weights.is_unconfirmed,
             "transformed": len(self._mirror.transformed),
             "derived": len(self._mirror.derived),
             "last": dict(self._last),
@@ -393,6 +409,9 @@ def _add_rpc_methods() -> None:
     def deltawire_adopt(worker: Any, ref: Mapping[str, Any]) -> dict[str, Any]:
         return dict(worker.weight_transfer_engine.adopt(ref))
 
+    def deltawire_quarantine(worker: Any, reason: str) -> dict[str, Any]:
+        return dict(worker.weight_transfer_engine.quarantine(reason))
+
     def deltawire_swap(worker: Any, seq: int, anew: bool = False) -> dict[str, Any]:
         worker._weight_update_active = False  # an update by vLLM's routes may have been begun and abandoned
         with set_current_vllm_config(worker.vllm_config):
@@ -404,6 +423,7 @@ def _add_rpc_methods() -> None:
     Worker.deltawire_status = deltawire_status
     Worker.deltawire_learn = deltawire_learn
     Worker.deltawire_adopt = deltawire_adopt
+    Worker.deltawire_quarantine = deltawire_quarantine
     Worker.deltawire_swap = deltawire_swap
     Worker.deltawire_prepare = deltawire_prepare
     Worker.deltawire_settle = deltawire_settle

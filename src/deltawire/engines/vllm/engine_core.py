@@ -29,9 +29,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from . import QUARANTINED_LABEL, engine_holds
+from . import QUARANTINED_LABEL, engine_holds, engine_watch
 
-SWAP, STATUS, LEASE = "deltawire_swap", "deltawire_status", "deltawire_lease"
+SWAP, STATUS, LEASE, QUARANTINE = "deltawire_swap", "deltawire_status", "deltawire_lease", "deltawire_quarantine"
 """The names of the calls that EngineCore treats in its own way. All others go to the workers unchanged."""
 
 NEEDED = ("collective_rpc", "set_weight_version", "get_weight_version", "reset_encoder_cache", "step", "step_with_batch_queue")
@@ -64,9 +64,13 @@ def install(core_class: type) -> bool:
         if method == LEASE:
             engine_holds.grant(core, float(args[0]))
             return []
+        if method == QUARANTINE:
+            return engine_watch.quarantine(core, str(args[0]))
         if method == "start_weight_update":
             engine_holds.check_lease(core)
         answers: list[Any] = original(core, method, timeout, args, kwargs)
+        if method == "finish_weight_update" and engine_holds.uses_backend(core):
+            engine_watch.begin(core)
         if method != STATUS:
             return answers
         state = engine_state(core)
@@ -139,6 +143,8 @@ def swap_between_steps(core: Any, seq: int, label: str, kv_cache: str, anew: boo
             if engine_holds.held(core) is not None:  # it was held because its weights were those of no version
                 before = PauseState.UNPAUSED
             core.deltawire_hold = None
+            if engine_watch.is_unconfirmed(answer["workers"]):
+                engine_watch.begin(core)
         core.scheduler.set_pause_state(before)
     return {**answer, "running": _is_running(core)}
 

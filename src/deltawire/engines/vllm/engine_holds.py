@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from . import QUARANTINED_LABEL
+from . import QUARANTINED_LABEL, engine_watch, lost_wakeups
 
 logger = init_logger("vllm.deltawire")
 
@@ -68,7 +68,7 @@ def install(core_class: Any, loop_class: Any) -> bool:
     loop_class
         vLLM's class `EngineCoreProc`.
     """
-    needed = ("sleep", "wake_up", "resume_scheduler", "is_scheduler_paused", "set_weight_version")
+    needed = ("sleep", "wake_up", "pause_scheduler", "resume_scheduler", "is_scheduler_paused", "set_weight_version")
     if not all(hasattr(core_class, name) for name in needed) or not hasattr(loop_class, "_handle_client_request"):
         return False
     if getattr(core_class.resume_scheduler, "ends_holds", False):
@@ -78,7 +78,7 @@ def install(core_class: Any, loop_class: Any) -> bool:
 
     @functools.wraps(sleep)
     def sleep_and_forget(core: Any, level: int = 1, *arguments: Any, **options: Any) -> Any:
-        if level >= 2 and _uses_backend(core):
+        if level >= 2 and uses_backend(core):
             core.model_executor.collective_rpc(_forget)
             core.set_weight_version(QUARANTINED_LABEL)
             core.deltawire_hold = SLEPT
@@ -99,7 +99,9 @@ def install(core_class: Any, loop_class: Any) -> bool:
 
     @functools.wraps(run_loop)
     def run_held(core: Any, *arguments: Any, **options: Any) -> Any:
-        if _wants_hold() and _uses_backend(core):
+        if uses_backend(core):
+            lost_wakeups.look_often()
+        if _wants_hold() and uses_backend(core):
             if is_alone(core):
                 hold(core, FIRST)
             else:
@@ -112,6 +114,7 @@ def install(core_class: Any, loop_class: Any) -> bool:
         lease = getattr(core, "deltawire_lease", None)
         if lease is not None and time.monotonic() >= lease.deadline:
             look(core, lease)
+        engine_watch.look_if_due(core)
         return result
 
     resume_unheld.ends_holds = True  # type: ignore[attr-defined]
@@ -212,7 +215,8 @@ def _why_not(core: Any) -> str | None:
     return None
 
 
-def _uses_backend(core: Any) -> bool:
+def uses_backend(core: Any) -> bool:
+    """Return whether the workers of an engine have our backend."""
     from .plugin import BACKEND
 
     config = getattr(core.vllm_config, "weight_transfer_config", None)

@@ -208,5 +208,6 @@ class LiveUpdates:
     def _confirm(self) -> None:
         try:
             self.weights.check_direct()
-        except Exception:
-            logger.exception("deltawire: the weights have changed since they were written")
+        except Exception:  # weights that cannot be checked are as unknown as wrong ones
+            logger.exception("deltawire: the weights were not confirmed after a swap")
+            self.weights.quarantine()

@@ -211,6 +211,10 @@ class LiveWeights:
         """Forget the version, because other code has written to the weights."""
         self.version = None
 
+    def quarantine(self) -> None:
+        """Take the weights for unknown. They accept no update then, until other code has loaded them."""
+        self.version, self.is_quarantined, self.is_unconfirmed = None, True, False
+
     def stage(self, hop: DeltaHop, read: Callable[[FileEntry], DeltaBytes]) -> StagedUpdate:
         """Decode a hop against the live weights, while the server generates. Changes nothing.
 
@@ -256,7 +260,7 @@ class LiveWeights:
         outcome = self._swap(staged, agree, errors, times)
         times["total_ms"] = (time.perf_counter() - began) * 1e3
         if outcome == "quarantined":
-            self.version, self.is_quarantined = None, True
+            self.quarantine()
         return SwapOutcome(outcome, "; ".join(errors) or None, times)
 
     def check_direct(self) -> None:
@@ -268,7 +272,7 @@ class LiveWeights:
             found = self._digest_direct()
             wait()
         if found != self._direct_digest:
-            self.version, self.is_quarantined = None, True
+            self.quarantine()
             raise EngineQuarantined(f"the weights in memory have digest {found}, not {self._direct_digest}.")
         self.is_unconfirmed = False
 
