@@ -1,0 +1,219 @@
+"""Models of random weights for gpu_engine.py: their configuration, their weights, small changes of them, and their checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+State = dict[str, np.ndarray[Any, Any]]
+Config = dict[str, Any]
+
+_BF16, _F8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+_NAMES = {_BF16: "BF16", _F8: "F8_E4M3", np.dtype(np.float32): "F32"}
+_SHARD_BYTES = 2 << 30
+_POOL = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
+
+
+def _qwen3(sizes: tuple[int, int, int, int, int, int, int], *, experts: int = 0, expert: int = 0, fp8: bool = False) -> Config:
+    """Return the configuration of a Qwen3 model.
+
+    Parameters
+    ----------
+    sizes
+        Hidden size, layers, heads, heads of keys and values, size of a head, intermediate size, vocabulary.
+    experts, expert
+        The number of experts of each layer, and the intermediate size of each. 0 makes a dense model.
+    fp8
+        Whether the weights are e4m3 with a scale for each block of 128 × 128.
+    """
+    hidden, layers, heads, key_heads, head, inner, vocabulary = sizes
+    config: Config = {
+        "architectures": ["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if experts else "qwen3",
+        "dtype": "bfloat16",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": head,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    if experts:
+        config |= {"num_experts": experts, "num_experts_per_tok": min(8, experts), "moe_intermediate_size": expert}
+        config |= {"decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": []}
+    if fp8:
+        quantisation = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        config["quantization_config"] = {**quantisation, "modules_to_not_convert": ["lm_head"]}
+    return config
+
+
+_TINY, _LARGE, _EXPERTS = (256, 2, 4, 2, 64, 512, 1024), (4096, 36, 32, 8, 128, 12288, 151936), (2048, 16, 32, 4, 128, 6144, 151936)
+MODELS = {
+    "tiny": _qwen3(_TINY),
+    "tiny-moe": _qwen3(_TINY, experts=8, expert=256),
+    "tiny-fp8": _qwen3(_TINY, fp8=True),
+    "dense-1.7b": _qwen3((2048, 28, 16, 8, 128, 6144, 151936)),
+    "dense-8b": _qwen3(_LARGE),
+    "moe-10b": _qwen3(_EXPERTS, experts=128, expert=768),
+    "fp8-8b": _qwen3(_LARGE, fp8=True),
+}
+
+
+def new_state(config: Config) -> State:
+    """Return random weights. They are cut from a pool of noise, which is much faster than drawing billions of numbers."""
+    noise = (0.02 * np.random.default_rng(0).standard_normal(1 << 24, dtype=np.float32)).astype(_BF16)
+
+    def make(item: tuple[int, tuple[str, tuple[int, ...]]]) -> State:
+        number, (name, shape) = item
+        rng = np.random.default_rng([0, number])
+        flat = np.empty(int(np.prod(shape)), _BF16)
+        if "norm" in name:
+            return {name: (1 + 0.1 * rng.standard_normal(flat.size)).astype(_BF16).reshape(shape)}
+        at = 0
+        while at < flat.size:
+            start = int(rng.integers(0, noise.size))
+            part = noise[start : start + flat.size - at]
+            flat[at : at + part.size] = part
+            at += part.size
+        if "quantization_config" not in config or "_proj" not in name:
+            return {name: flat.reshape(shape)}
+        scale = np.float32(0.1 / 448)
+        grid = tuple(-(-extent // 128) for extent in shape)
+        scales = (scale * (1 + 0.1 * rng.random(grid, dtype=np.float32))).astype(np.float32)
+        return {name: np.clip(flat.astype(np.float32) / scale, -448, 448).astype(_F8).reshape(shape), f"{name}_scale_inv": scales}
+
+    state: State = {}
+    for part in _POOL.map(make, enumerate(sorted(_shapes(config).items()))):
+        state |= part
+    return dict(sorted(state.items()))
+
+
+def train(state: State, density: float, seed: int) -> None:
+    """Change the last bit of a share of the elements of each tensor, at random places."""
+
+    def change(item: tuple[int, str]) -> None:
+        number, name = item
+        flat = state[name].reshape(-1)
+        bits = flat.view(f"u{flat.dtype.itemsize}")
+        where = np.random.default_rng([seed, number]).integers(0, bits.size, max(1, int(bits.size * density)))
+        values = bits[where] ^ bits.dtype.type(1)
+        if flat.dtype == _F8:  # no NaN
+            values = np.where((values & 0x7F) == 0x7F, bits[where], values)
+        bits[where] = values
+
+    list(_POOL.map(change, enumerate(state)))
+
+
+def save(folder: Path, config: Config, state: State) -> Path:
+    """Write a checkpoint in shards, side by side. Returns the folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    words = ["<eos>", *(f"w{number}" for number in range(1023))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in state.items():
+        if size and size + tensor.nbytes > _SHARD_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.nbytes
+
+    def write(number: int) -> dict[str, str]:
+        file, at = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors", 0
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        for name in groups[number]:
+            tensor = state[name]
+            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]}
+            at += tensor.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / file).open("wb") as output:
+            output.write(len(text).to_bytes(8, "little") + text)
+            for name in groups[number]:
+                output.write(state[name].reshape(-1).view(np.uint8).data)
+        return dict.fromkeys(groups[number], file)
+
+    files: dict[str, str] = {}
+    for part in _POOL.map(write, range(len(groups))):
+        files |= part
+    index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in state.values())}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def expected_hashes(state: State) -> dict[str, str]:
+    """Return hashes of the parameters that a vLLM worker should hold, worked out without vLLM. Its fused layers are concatenations."""
+    held: dict[str, list[Any]] = {}
+    fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+    experts: dict[tuple[str, int, str], Any] = {}
+    order = {"k_proj": 1, "up_proj": 1, "v_proj": 2}
+    for name in sorted(state, key=lambda name: max(order.get(part, 0) for part in name.split("."))):
+        module, layer, kind = f".{name}".rsplit(".", 2)
+        module = module.removeprefix(".")
+        if ".experts." in name:
+            base, number = module.rsplit(".", 1)
+            experts[base, int(number), layer] = state[name]
+        else:
+            held.setdefault(f"{module}.{fused.get(layer, layer)}.{kind}".removeprefix("."), []).append(state[name])
+    for base, number, layer in sorted(experts, key=lambda key: (key[1], ("gate_proj", "up_proj", "down_proj").index(key[2]))):
+        place = "w2_weight" if layer == "down_proj" else "w13_weight"
+        held.setdefault(f"{base}.routed_experts.{place}", []).append(experts[base, number, layer])
+
+    def digest(item: tuple[str, list[Any]]) -> tuple[str, str]:
+        found = hashlib.sha256()
+        for part in item[1]:
+            found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+        return item[0], found.hexdigest()[:16]
+
+    return dict(_POOL.map(digest, held.items()))
+
+
+def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    hidden, head, vocabulary = config["hidden_size"], config["head_dim"], config["vocab_size"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden), "lm_head.weight": (vocabulary, hidden)}
+    found["model.norm.weight"] = (hidden,)
+    experts = config.get("num_experts", 0)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        found |= {
+            f"{prefix}input_layernorm.weight": (hidden,),
+            f"{prefix}post_attention_layernorm.weight": (hidden,),
+            f"{prefix}self_attn.q_proj.weight": (queries, hidden),
+            f"{prefix}self_attn.k_proj.weight": (keys, hidden),
+            f"{prefix}self_attn.v_proj.weight": (keys, hidden),
+            f"{prefix}self_attn.o_proj.weight": (hidden, queries),
+            f"{prefix}self_attn.q_norm.weight": (head,),
+            f"{prefix}self_attn.k_norm.weight": (head,),
+        }
+        inner = [(f"{prefix}mlp.experts.{number}.", config["moe_intermediate_size"]) for number in range(experts)]
+        for place, width in inner or [(f"{prefix}mlp.", config["intermediate_size"])]:
+            found |= {f"{place}gate_proj.weight": (width, hidden), f"{place}up_proj.weight": (width, hidden)}
+            found[f"{place}down_proj.weight"] = (hidden, width)
+        if experts:
+            found[f"{prefix}mlp.gate.weight"] = (experts, hidden)
+    return found
