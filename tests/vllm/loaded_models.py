@@ -83,6 +83,30 @@ def load_model(checkpoint: Path, **options: object) -> LoadedModel:
             return LoadedModel(get_model(vllm_config=config), config)
 
 
+MTP = {"method": "mtp", "num_speculative_tokens": 1}
+"""vLLM's `speculative_config` of a model whose checkpoint has a layer for drafts."""
+
+
+def load_draft(loaded: LoadedModel) -> Any:
+    """Load the draft model as vLLM's worker does after the model: it shares the embedding and the output layer with the model.
+
+    Parameters
+    ----------
+    loaded
+        The model. It was loaded with a `speculative_config`.
+    """
+    with _vllm_can_run():
+        import torch
+        from vllm.v1.spec_decode.eagle import EagleProposer
+
+        drafter = EagleProposer.__new__(EagleProposer)  # buffers for proposals are of no use here
+        drafter.vllm_config, drafter.speculative_config = loaded.vllm_config, loaded.vllm_config.speculative_config
+        drafter.supports_mm_inputs = drafter.parallel_drafting = drafter.use_local_argmax_reduction = False
+        with loaded.active(), unittest.mock.patch.object(torch.accelerator, "empty_cache"):
+            drafter.load_model(loaded.model)
+        return drafter.model
+
+
 def import_vllm() -> None:
     """Import the parts of vLLM that models need. Its imports make warnings, which are errors in tests."""
     with _vllm_can_run():

@@ -25,7 +25,8 @@ def register() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     def deltawire_test_memory(worker: Any) -> dict[str, str]:
-        return memory(worker.get_model())
+        draft = worker.get_draft_model()
+        return memory(worker.get_model() if draft is None else {"model": worker.get_model(), "draft": draft})
 
     WorkerBase.deltawire_test_memory = deltawire_test_memory
 

@@ -301,15 +301,16 @@ def test_a_gpu_worker_learns_its_layout_before_the_kv_cache_takes_the_memory(tmp
         from deltawire.engines.vllm import worker_model
     learn = worker_model.learn_layout
 
-    def counted(model: Any, config: Any, table: Any) -> Any:
+    def counted(model: Any, config: Any, table: Any, *, draft: Any) -> Any:
         learnt.append(len(table))
-        return learn(model, config, table)
+        return learn(model, config, table, draft=draft)
 
     monkeypatch.setattr(worker_model, "learn_layout", counted)
     monkeypatch.setattr(device, "_PRIORITIES", dict(device._PRIORITIES))
     backend = start_backend(loaded, device="cuda", spool=str(chain.spool.folder))
     assert learnt == [chain.commits[0].tensors]
     assert device._PRIORITIES == {}  # decoding does not come before generation
+    backend.take_draft(None)  # a worker without a draft model says so
     with loaded.active():
         assert backend.learn(str(chain.spool.table_path))["live"]
     assert len(learnt) == 1

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from loaded_models import import_vllm
+from loaded_models import import_vllm, load_model, read_checkpoint
+from tiny_checkpoints import TinyModel
 
 from deltawire.dtypes import dtype_named
 from deltawire.subscribe.tensor_table import TensorSpec
@@ -194,3 +196,25 @@ def test_a_tensor_that_is_not_copied_is_absent() -> None:
     found = record(load, {"w": torch.ones(2)}, {"elsewhere": ("F32", (2,)), "here": ("F32", (2,))})
     assert found.copies["elsewhere"] == []
     assert found.refused == {}
+
+
+def test_a_model_that_was_loaded_anew_is_learnt_as_before(tmp_path: Path) -> None:
+    """vLLM leaves its own loaders in the raw parameters after such a load. They copy nothing until the next one."""
+    model = TinyModel("dense", layers=1)
+    checkpoint = model.save(tmp_path / "model", model.state())
+    loaded = load_model(checkpoint)
+    from deltawire.engines.vllm.layout.loader_copies import record_copies
+    from deltawire.engines.vllm.loading import load_tensors
+
+    table = {name: TensorSpec(dtype_named("BF16"), array.shape) for name, array in sorted(model.state().items())}
+
+    def nests() -> dict[str, list[Any]]:
+        found = record_copies(loaded.model, loaded.vllm_config, table)
+        assert not found.refused
+        return {name: [copy.nest for copy in copies] for name, copies in found.copies.items()}
+
+    first = nests()
+    assert all(first.values())
+    with loaded.active():
+        load_tensors(loaded.model, loaded.vllm_config.model_config, iter(read_checkpoint(checkpoint).items()))
+    assert nests() == first

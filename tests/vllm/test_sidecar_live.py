@@ -193,3 +193,12 @@ def test_a_server_that_was_started_with_an_earlier_version_goes_on_from_there(sc
     assert scene.server.calls[2:] == ["prepare", "swap drop"] * 3
     assert scene.server.name == str(last)
     assert not (scene.folder / "mirror").exists()
+
+
+def test_a_draft_that_is_not_in_the_chain_is_told_once(live: Scene) -> None:
+    live.server.worker["draft"] = {"model": "Eagle", "follows": False, "why_not": "it has a checkpoint of its own"}
+    with contextlib.closing(live.start()) as again:
+        for _ in range(2):
+            live.publish()
+            again.step()
+    assert [event.fields["reason"] for event in live.events if event.name == "draft-kept"] == ["it has a checkpoint of its own"]

@@ -156,6 +156,33 @@ class TinyMla(TinyModel):
         return _random(shapes, seed, 0.3 / self.scale)
 
 
+@dataclass(frozen=True)
+class TinyMtp(TinyModel):
+    """A dense model of the Ernie family with random weights. Its checkpoint also has a layer that drafts the next token but one (MTP)."""
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {
+            "architectures": ["Ernie4_5_MoeForCausalLM"],
+            "model_type": "ernie4_5_moe",
+            "use_bias": False,
+            "use_moe": False,  # so no layer has experts
+            "moe_num_experts": 2,
+            "moe_layer_start_index": self.layers,
+            "moe_layer_end_index": self.layers,
+            "num_nextn_predict_layers": 1,
+        }
+
+    def state(self, seed: int = 0) -> State:
+        """Return weights by their names in a checkpoint, in bf16."""
+        hidden = HIDDEN * self.scale
+        shapes = {name: tensor.shape for name, tensor in super().state(seed).items() if not name.endswith("_norm.weight")}
+        first = {name.removeprefix("model.layers.0."): shape for name, shape in shapes.items() if name.startswith("model.layers.0.")}
+        shapes |= {f"model.mtp_block.0.{name}": shape for name, shape in first.items()}
+        shapes |= {"model.mtp_emb_norm.0.weight": (hidden,), "model.mtp_hidden_norm.0.weight": (hidden,)}
+        shapes["model.mtp_linear_proj.0.weight"] = (hidden, 2 * hidden)
+        return _random(shapes, seed, 0.3 / self.scale)
+
+
 def _random(shapes: dict[str, tuple[int, ...]], seed: int, deviation: float) -> State:
     rng = np.random.default_rng(seed)
     return {

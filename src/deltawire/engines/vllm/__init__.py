@@ -14,6 +14,7 @@ In vLLM's processes, in the order in which an update passes through them:
     modules/          modules whose tensors are results of arithmetic
     mirror/           updates from a mirror, if updates of live memory are impossible
     worker_model.py   the model, as live updates need it
+    draft.py          the draft model of speculative decoding, which follows the chain if its weights are there
     loading.py        loads weights through the model's own loaders: single tensors, or everything anew
     cpu.py            keeps vLLM on CPUs from packing weights in a way that its loaders cannot change
 

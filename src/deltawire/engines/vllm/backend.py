@@ -27,7 +27,6 @@ Quarantined workers accept only an update that loads everything.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +43,8 @@ from ...format.records.canonical import Fields
 from ...format.records.record_parts import CommitRef
 from ...subscribe.delta_spool import DeltaSpool
 from ...subscribe.fetching_spool import FetchingSpool
-from . import OLDEST_VLLM, loading, lost_wakeups
+from . import OLDEST_VLLM, lost_wakeups
+from .draft import tell_drafts
 from .live.cold_start import ColdStart
 from .live.kept_bases import KeptBases
 from .live.live_updates import LiveUpdates
@@ -113,7 +113,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    supports_draft_weight_update = False
+    supports_draft_weight_update = True
+    """True: a draft that follows the chain is updated together with the model, so an update of the draft alone has nothing left to do."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -129,9 +130,12 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         """Loads versions from the store. None if they come from a mirror, or only from the spool."""
         self._is_staging_live = False
         """True if the last update that was prepared is decoded against live memory."""
+        self._is_for_draft = False
+        """True during an update of the draft model alone."""
         if self.device.type != "cpu":
             let_others_go_first()
-            self._model.learn_early()
+            if getattr(self.vllm_config, "speculative_config", None) is None:  # otherwise the worker has not told the draft yet
+                self._model.learn_early()
         self._is_quarantined = False
         self._error: str | None = None
         self._last: dict[str, float] = {}
@@ -168,8 +172,22 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
+    def set_weight_update_target(self, model: Any, model_config: Any) -> None:
+        """Begin an update of the draft model alone: vLLM calls it for /start_draft_weight_update."""
+        self._is_for_draft = True
+
+    def reset_weight_update_target(self) -> None:
+        """End an update of the draft model alone."""
+        self._is_for_draft = False
+
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Bring this worker to a version, together with all other workers. Raises, in the last worker, if any worker failed."""
+        """Bring this worker to a version, together with all other workers. Raises, in the last worker, if any worker failed.
+
+        An update of the draft model alone changes nothing: a draft that follows the chain has the version of the model already.
+        """
+        if self._is_for_draft:
+            self._check_draft(update_info.seq)
+            return
         found = self._bring(update_info.seq, anew=update_info.anew)
         self._error, self._last = found.error, {"loaded_anew": 0, **found.times}
         if found.outcome != "refused":
@@ -194,6 +212,20 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             self._cold_start.close()
             self._cold_start = None
         self._info = None
+
+    def take_draft(self, draft: Any, *, is_early: bool = False) -> None:
+        """Set the draft model, before anything is learnt.
+
+        Parameters
+        ----------
+        draft
+            The draft model. None if there is none.
+        is_early
+            True if the KV cache is not allocated yet, so that there is memory to learn layouts.
+        """
+        self._model.take_draft(draft)
+        if is_early and getattr(self.vllm_config, "speculative_config", None) is not None:
+            self._model.learn_early()
 
     # /collective_rpc calls the next methods. They never raise, because that would confuse vLLM's executor (see `raises_for_all`)
 
@@ -298,6 +330,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             "transformed": len(self._mirror.transformed),
             "derived": len(self._mirror.derived),
             "last": dict(self._last),
+            "draft": None if self._model.draft is None else self._model.draft.status(),
             "kept_bytes": 0 if self._bases is None else self._bases.nbytes,
             **({"live": False} if updates is None else updates.status()),
         }
@@ -352,8 +385,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         spool = FetchingSpool(folder, info.url, options=options)
         self._updates = LiveUpdates(self._weights, spool)
         assert self._bases is not None
-        load = functools.partial(loading.load_tensors, self.model, self.model_config)
-        self._cold_start = ColdStart(self._updates, spool, self._bases, load)
+        self._cold_start = ColdStart(self._updates, spool, self._bases, self._model.load)
 
     def _live_weights(self, info: InitInfo) -> LiveWeights:
         """Return the weights with new settings. Their layout and version stay."""
@@ -373,6 +405,17 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             confirm=_confirm(info),
             threads=threads,
         )
+
+    def _check_draft(self, seq: int) -> None:
+        """Raise, in the last worker, unless the draft model of all workers has a version."""
+        draft, has = self._model.draft, self.status()["seq"]
+        self._error = None
+        if draft is None or draft.why_not is not None:
+            self._error = "it has none" if draft is None else draft.why_not
+        elif has != seq:
+            self._error = f"the draft model is updated together with the model, which has commit {has}: POST /start_weight_update instead"
+        if failed_ranks(self._error is not None):
+            self._raise(EngineRefused, f"the draft model of the workers was not brought to commit {seq}")
 
     def _record(self, error: Exception) -> None:
         logger.exception("deltawire: an update failed")
@@ -420,6 +463,8 @@ def _add_rpc_methods() -> None:
             worker.model_runner.reset_lora_state()
         return answer
 
+    if not hasattr(Worker, "deltawire_status"):
+        tell_drafts(Worker)
     Worker.deltawire_status = deltawire_status
     Worker.deltawire_learn = deltawire_learn
     Worker.deltawire_adopt = deltawire_adopt

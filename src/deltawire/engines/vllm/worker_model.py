@@ -11,8 +11,10 @@ import torch
 from ...errors import CheckpointError
 from ...format.checkpoints.checkpoint import Checkpoint
 from ...subscribe.tensor_table import TensorSpec, TensorTable
+from .draft import Draft, Modules, draft_of, load_both
 from .layout.model_layout import ModelLayout, learn_layout
 from .layout.types import ModuleRule, Scatter
+from .loading import Tensors, load_tensors
 from .modules.recompute import process_again, recompute
 
 
@@ -32,6 +34,25 @@ class WorkerModel:
         self._vllm_config = vllm_config
         self._learnt: tuple[TensorTable, ModelLayout] | None = None
         """The layout that was learnt last, and the tensors that it is for."""
+        self.draft: Draft | None = None
+        """The draft model. None if there is none."""
+        self._modules = Modules(model)
+        self._table: TensorTable = {}
+        """The tensors of the chain, as far as they are known."""
+
+    def take_draft(self, draft: Any) -> None:
+        """Set the draft model. Its layout is learnt with that of the model if its weights are in the chain.
+
+        Parameters
+        ----------
+        draft
+            The draft model. None if there is none.
+        """
+        before = self._following
+        self.draft = draft_of(draft, self._vllm_config)
+        if self._following is not before:
+            self._learnt = None
+        self._modules = Modules(self.model, self._following)
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint that the server has loaded. Raises `CheckpointError` if it is not a directory of safetensors."""
@@ -45,9 +66,10 @@ class WorkerModel:
         table
             The tensors of the chain.
         """
+        self._table = table
         if self._learnt is not None and self._learnt[0] == table and self._learnt[1].is_valid_for(self.model):
             return self._learnt[1]
-        layout = learn_layout(self.model, self._vllm_config, table)
+        layout = learn_layout(self.model, self._vllm_config, table, draft=self._following)
         is_useful = any(tensor.kind != "module" for tensor in layout.tensors.values())
         self._learnt = (table, layout) if is_useful else None
         return layout
@@ -69,7 +91,7 @@ class WorkerModel:
         rules
             The rules of modules whose inputs have changed.
         """
-        recompute(self.model, self._vllm_config.model_config, rules)
+        recompute(self._modules, self._vllm_config.model_config, rules)
 
     def reprocess(self, rule: ModuleRule, read: Callable[[str], torch.Tensor]) -> list[Scatter]:
         """Process a module again that is computed from changed weights, without any effect on it. Returns what changes in its memory.
@@ -82,4 +104,22 @@ class WorkerModel:
             Returns a new tensor of the chain, in checkpoint layout.
         """
         assert self._learnt is not None
-        return process_again(self.model, self._vllm_config, self._learnt[1], rule, read)
+        return process_again(self._modules, self._vllm_config, self._learnt[1], rule, read)
+
+    def load(self, tensors: Tensors) -> None:
+        """Load everything as at the start, into the model and into a draft that follows the chain. The layout must have been learnt.
+
+        Parameters
+        ----------
+        tensors
+            All tensors of a version. Those of a module should follow each other.
+        """
+        if self.draft is None or self._following is None:
+            load_tensors(self.model, self._vllm_config.model_config, tensors)
+        else:
+            load_both(self.model, self._vllm_config, self.draft, self._table, tensors)
+
+    @property
+    def _following(self) -> Any:
+        """The draft model if it follows the chain. None otherwise."""
+        return self.draft.model if self.draft is not None and self.draft.why_not is None else None

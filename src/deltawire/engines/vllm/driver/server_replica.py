@@ -121,6 +121,7 @@ class ServerReplica:
         self._stage_seconds = 0.0
         self._told_hold: str | None = None
         self._told_why_not: str | None = None
+        self._told_draft: str | None = None
         self._mirror: MirrorReplica | None = None
         if settings.mirror is not None and (self._spool is None or settings.mirror.exists()):
             self._open_mirror(settings.mirror)
@@ -205,6 +206,7 @@ class ServerReplica:
             return
         workers = self._routes.learn(self._spool.table_path)
         self._is_live = all(worker["live"] for worker in workers)
+        self._tell_draft(workers)
         self._tell_why_not(next((str(worker["why_not"]) for worker in workers if worker.get("why_not")), None))
         if not self._is_live:
             return
@@ -380,6 +382,13 @@ class ServerReplica:
         if reason is not None and reason != self._told_hold:
             emit(self._on_event, "engine-held", reason=str(reason))
         self._told_hold = reason
+
+    def _tell_draft(self, workers: Sequence[WorkerStatus]) -> None:
+        """Emit an event if the server has a draft model that does not follow the chain, once for each reason."""
+        reason = next((str(worker["draft"]["why_not"]) for worker in workers if (worker.get("draft") or {}).get("why_not")), None)
+        if reason is not None and reason != self._told_draft:
+            emit(self._on_event, "draft-kept", reason=reason)
+        self._told_draft = reason
 
     def _tell_why_not(self, reason: str | None) -> None:
         """Emit an event if updates come from the mirror, once for each reason."""

@@ -91,7 +91,7 @@ def missing_parts() -> list[str]:
     """Return the parts of vLLM that stage 1 needs and that the installed vLLM does not have."""
     missing: list[str] = []
     for module, names in {
-        "reload.layerwise": ["LAYERWISE_INFO"],
+        "reload.layerwise": ["LAYERWISE_INFO", "_get_original_loader"],
         "reload.meta": ["SKIP_TENSORS", "to_meta_tensor"],
         "reload.sanitize": ["restore_layer_refs"],
         "reload.types": ["LayerReloadingInfo"],
@@ -174,8 +174,17 @@ def raw_tensors(module: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
     both: list[dict[str, torch.Tensor]] = []
     for live, raw in zip((module._parameters, module._buffers), recorded, strict=True):
         kept = {name: tensor for name, tensor in live.items() if tensor is not None and (info is None or name in SKIP_TENSORS)}
-        both.append({name: restore_layer_refs(to_meta_tensor(tensor), module) for name, tensor in {**kept, **raw}.items()})
+        both.append({name: restore_layer_refs(_unwrapped(to_meta_tensor(tensor)), module) for name, tensor in {**kept, **raw}.items()})
     return both[0], both[1]
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a raw parameter its own loader back. After vLLM has loaded a model anew, it has one that does nothing until the next time."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+
+    if hasattr(tensor, "weight_loader"):
+        tensor.weight_loader = _get_original_loader(tensor)
+    return tensor
 
 
 def _put_raw(module: Any) -> Iterable[tuple[str, torch.Tensor]]:

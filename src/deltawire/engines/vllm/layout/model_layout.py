@@ -30,6 +30,8 @@ from .unit_values import storage_units
 
 _MOST_FITTED = 1 << 26
 """A tensor with more units keeps the nests of both stages, if no single nest is found by composition."""
+DRAFT_PREFIX = "draft."
+"""The names of a draft model's modules begin with this."""
 OFF = "DELTAWIRE_LEARN"
 """If this variable is "0", no layout is learnt, so every update loads whole modules."""
 
@@ -190,13 +192,17 @@ def learn_layout(model: Any, vllm_config: Any, table: TensorTable, *, draft: Any
         return _unknown(table, f"{OFF} is 0")
     if missing := [*loader_copies.missing_parts(), *processing_map.missing_parts()]:
         return _unknown(table, f"this vLLM does not have {missing[0]}")
-    if hasattr(model, "process_weights_after_loading"):
-        return _unknown(table, f"{type(model).__name__} processes its weights as a whole")
+    for each in (model, draft):
+        if hasattr(each, "process_weights_after_loading"):
+            return _unknown(table, f"{type(each).__name__} processes its weights as a whole")
     try:
         learner = _Learner(vllm_config, table, most_bytes)
-        learner.add(model, record_copies(model, vllm_config, table))
+        copies = record_copies(model, vllm_config, table)
+        if not any(copies.copies.values()):  # updates would write nothing, and all tensors would seem to be those of other workers
+            return _unknown(table, f"the loader of {type(model).__name__} copies no tensor of the chain")
+        learner.add(model, copies)
         if draft is not None:
-            learner.add(draft, record_copies(draft, vllm_config, table, prefix="draft."))
+            learner.add(draft, record_copies(draft, vllm_config, table, prefix=DRAFT_PREFIX))
         layout = learner.layout(model)
         _give_back_memory(model)
     except Exception as error:
@@ -465,7 +471,7 @@ def _inputs(model: Any, name: str, module: Any) -> Iterator[Any]:
     parts = list(module.modules())
     referred = [value for value in vars(module).values() if isinstance(value, torch.nn.Module)]
     if not any(part._parameters for part in parts) and not referred:
-        parent = name.removeprefix("draft.").rpartition(".")[0]
+        parent = name.removeprefix(DRAFT_PREFIX).rpartition(".")[0]
         parts = list(model.get_submodule(parent).modules())
     yield from dict.fromkeys([*parts, *(part for each in referred for part in each.modules())])
 
