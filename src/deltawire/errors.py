@@ -60,6 +60,7 @@
     │   │   └── EngineAsleep        its weights are not in the memory of its device
     │   ├── EngineRefused           it cannot load these weights: names or shapes differ
     │   │   └── EngineDtypeDiffers  the types of a tensor differ
+    │   ├── PeerUnreadable          a worker cannot read the memory of another worker
     │   ├── SwapFailed              a swap failed and was reverted; the engine serves the old version
     │   ├── EngineQuarantined       it stays paused because its weights are in an unknown state
     │   └── DecodingDiffers         after an update, it generates other tokens than its weights make
@@ -477,6 +478,13 @@ class EngineDtypeDiffers(EngineRefused):
     """A tensor has one type in the engine and another in the chain. The engine continues to serve its own weights."""
 
     hint = "Nothing is cast, so that the engine serves exactly the bits that were published."
+
+
+class PeerUnreadable(EngineError):
+    """A worker of a server cannot read the memory of another worker on its host. No weights were changed."""
+
+    hint = "The next sync tries again. If a worker has ended, restart the server. DELTAWIRE_PEERS=0 keeps a copy of the weights instead."
+    retryable = True
 
 
 class SwapFailed(EngineError):

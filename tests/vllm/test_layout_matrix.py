@@ -111,7 +111,7 @@ class Kept:
 
     def base(self, name: str) -> Any:
         assert name in self.held
-        return self._tensors[name]
+        return self._tensors[name].clone()
 
     def settled(self, ref: Any, changes: Any) -> None:
         for name, patches in changes.items():

@@ -75,6 +75,12 @@ def synchronize_gpus(*states: State) -> None:
         gpu.synchronize()
 
 
+def synchronize_streams(*states: State) -> None:
+    """Wait until the GPUs that hold these states have done all work of the calling thread's streams."""
+    for gpu in _gpus(states):
+        gpu.current().synchronize()
+
+
 @contextlib.contextmanager
 def _on_side_streams(gpus: Sequence[Gpu]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:

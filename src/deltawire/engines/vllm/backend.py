@@ -49,6 +49,7 @@ from .live.cold_start import ColdStart
 from .live.kept_bases import KeptBases
 from .live.live_updates import LiveUpdates
 from .live.live_weights import Confirm, LiveWeights
+from .live.peers import PeerBases
 from .live.update_types import Outcome, SwapOutcome
 from .mirror.mirror_updates import MirrorUpdates
 from .mirror.staging import Stager
@@ -126,6 +127,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._weights: LiveWeights | None = None
         self._updates: LiveUpdates | None = None
         self._bases: KeptBases | None = None
+        self._peers: PeerBases | None = None
         self._cold_start: ColdStart | None = None
         """Loads versions from the store. None if they come from a mirror, or only from the spool."""
         self._is_staging_live = False
@@ -380,10 +382,10 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
     def _start_live_updates(self, info: InitInfo, folder: Path, options: ReaderOptions) -> None:
         self._weights = self._live_weights(info)
         if info.url is None or info.mirror is not None:
-            self._updates = LiveUpdates(self._weights, DeltaSpool(folder))
+            self._updates = LiveUpdates(self._weights, DeltaSpool(folder), self._peers)
             return
         spool = FetchingSpool(folder, info.url, options=options)
-        self._updates = LiveUpdates(self._weights, spool)
+        self._updates = LiveUpdates(self._weights, spool, self._peers)
         assert self._bases is not None
         self._cold_start = ColdStart(self._updates, spool, self._bases, self._model.load)
 
@@ -396,10 +398,12 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         assert info.spool is not None
         model = self._model
         self._bases = KeptBases(Path(info.spool) / "kept" / str(self.vllm_config.instance_id), model.checkpoint)
+        asleep = "the server has sleep mode, whose memory cannot be shared" if self.model_config.enable_sleep_mode else None
+        self._peers = PeerBases(self._bases, refusal=asleep)
         return LiveWeights(
             self.model,
             model.learn_layout,
-            source=self._bases,
+            source=self._peers,
             recompute=model.recompute,
             reprocess=model.reprocess,
             confirm=_confirm(info),

@@ -32,7 +32,7 @@ def numel(spec: TensorSpec) -> int:
     return math.prod(spec.shape)
 
 
-def _units(spec: TensorSpec, placement: Placement) -> int:
+def unit_count(spec: TensorSpec, placement: Placement) -> int:
     """Return the number of units of a whole tensor."""
     return numel(spec) * (1 if placement.widened is not None else spec.dtype.width // placement.unit_bits)
 
@@ -42,7 +42,7 @@ def coverage(spec: TensorSpec, placements: Sequence[Placement]) -> str:
     if not placements:
         return "none"
     counts = [each.nests[0].numel if len(each.nests) == 1 else 0 for each in placements]
-    total = _units(spec, placements[0])
+    total = unit_count(spec, placements[0])
     if total in counts:
         return "whole"
     if all(len(each.nests) == 1 for each in placements) and sum(counts) < total:
@@ -80,7 +80,7 @@ def gather(spec: TensorSpec, placements: Sequence[Placement], device: torch.devi
     """Return a tensor in checkpoint layout, as new memory on a device. Elements that no placement has are zero bits."""
     whole = torch.zeros(numel(spec), dtype=torch_dtype(spec.dtype, bits=True), device=device)
     is_packed = bool(placements) and placements[0].unit_bits == 4
-    units = torch.zeros(_units(spec, placements[0]), dtype=torch.int8, device=device) if is_packed else whole
+    units = torch.zeros(unit_count(spec, placements[0]), dtype=torch.int8, device=device) if is_packed else whole
     for placement in placements:
         if len(placement.nests) == 1:
             (nest,) = placement.nests

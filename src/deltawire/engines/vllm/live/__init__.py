@@ -6,6 +6,7 @@ live_weights.py   a worker's weights at a version; decodes updates against them,
 layout_update.py  one such update: decoded, written, undone
 update_types.py   types that these modules share
 ownership.py      which worker digests which elements
-kept_bases.py     one copy on the host of the tensors that workers cannot read from their own memory
+peers.py          tensors that are read from the memory of other workers (peer_memory.py reads it)
+kept_bases.py     one copy on the host of the tensors that no worker's memory has
 cold_start.py     brings workers to a version with nothing but the store
 """

@@ -75,7 +75,10 @@ class BaseSource(Protocol):
         ...
 
     def base(self, name: str) -> torch.Tensor | NDArray[Any]:
-        """Return the whole tensor of the live version in checkpoint layout."""
+        """Return the whole tensor of the live version in checkpoint layout.
+
+        An array is memory that the source keeps. A tensor is new memory on the device of the model, and belongs to the caller.
+        """
         ...
 
     def settled(self, ref: CommitRef, changes: Mapping[str, Sequence[TensorPatch]]) -> None:
@@ -257,9 +260,8 @@ class LayoutUpdate:
             return layout.direct
         if layout.kind == "mapped":
             return self._layout.gather(name)
-        found = base_of(layout, name, self._source)
-        memory = next(iter(_some_memory(self._layout.tensors).values()), found)
-        return found.to(memory.device, copy=True)
+        memory = next(iter(_some_memory(self._layout.tensors).values()), None)
+        return base_of(layout, name, self._source, device=torch.device("cpu") if memory is None else memory.device)
 
     def _is_plain(self, name: str) -> bool:
         """Return whether a tensor is direct, and the codec writes it by itself."""
@@ -368,14 +370,19 @@ class LayoutUpdate:
         self.nbytes += int((np.where(plan.writes, changed, 0) * (4 + itemsizes_of(plan.tensors))).sum())
 
 
-def base_of(layout: TensorLayout, name: str, source: BaseSource | None) -> torch.Tensor:
-    """Return a tensor that the worker cannot read from its own memory. Raises `EngineRefused` if there is no source for it."""
+def base_of(layout: TensorLayout, name: str, source: BaseSource | None, *, device: torch.device | None = None) -> torch.Tensor:
+    """Return a tensor that the worker cannot read from its own memory, as new memory if there is a device.
+
+    Raises `EngineRefused` if there is no source for it.
+    """
     if 0 in layout.spec.shape:
-        return torch.empty(layout.spec.shape, dtype=torch_dtype(layout.spec.dtype))
+        return torch.empty(layout.spec.shape, dtype=torch_dtype(layout.spec.dtype), device=device)
     if source is None:
         raise EngineRefused(f"the worker cannot read tensor {name!r} from its memory: {layout.reason or layout.kind}")
     found = source.base(name)
-    return found if isinstance(found, torch.Tensor) else to_torch(found)
+    if isinstance(found, torch.Tensor):
+        return found
+    return to_torch(found) if device is None else to_torch(found).to(device, copy=True)
 
 
 def tied_tensors(tensors: Mapping[str, TensorLayout]) -> dict[str, str]:

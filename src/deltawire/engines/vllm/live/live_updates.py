@@ -21,6 +21,7 @@ from ..ranks import agree, failed_ranks, share, sum_of
 from .live_staging import LiveStaging
 from .live_weights import LiveWeights
 from .ownership import replicas_agree
+from .peers import PeerBases
 from .update_types import LiveVersion, SwapOutcome
 
 logger = logging.getLogger("vllm.deltawire")
@@ -35,10 +36,13 @@ class LiveUpdates:
         The worker's weights. They may have learnt their layout already.
     spool
         The spool, where deltas are found.
+    peers
+        Reads tensors from the memory of other workers. None if there is no such source.
     """
 
-    def __init__(self, weights: LiveWeights, spool: DeltaSpool) -> None:
+    def __init__(self, weights: LiveWeights, spool: DeltaSpool, peers: PeerBases | None = None) -> None:
         self.weights = weights
+        self._peers = peers
         self._spool = spool
         self._staging = LiveStaging(weights, self._spool)
         self.why_not: str | None = "the layout of the weights was not learnt"
@@ -74,8 +78,10 @@ class LiveUpdates:
             if not failed:
                 layout = self.weights.layout
                 assert layout is not None
+                if self._peers is not None:
+                    self._peers.connect(layout)
                 self.weights.own(*share(layout.blocks()))
-                reason = self._find_digest()
+                reason = self.weights.why_not or self._find_digest()
                 failed = failed_ranks(reason is not None)
             reason = reason or (f"the layout of workers {failed} cannot be updated" if failed else None)
         self.why_not = reason
@@ -146,9 +152,10 @@ class LiveUpdates:
         return outcome
 
     def wait(self) -> None:
-        """Return when nothing reads the weights any more, so that other code may write to them."""
+        """Return when no worker reads weights any more, so that other code may write to them. All workers do this together."""
         self._staging.forget()
         self._staging.wait()
+        failed_ranks(False)  # other workers may still have read this one's memory
 
     def forget(self) -> None:
         """Forget the version, because other code has written to the weights. They are then not quarantined."""
@@ -168,6 +175,7 @@ class LiveUpdates:
             "digest": None if self._digest is None else self._digest.hex(),
             "tensors": dict(kinds),
             "staged_bytes": 0 if staged is None else staged.nbytes,
+            **({} if self._peers is None else self._peers.status()),
         }
 
     def close(self) -> None:
@@ -189,7 +197,7 @@ class LiveUpdates:
         """Learn the layout in this worker. Returns why its weights cannot be updated, or None."""
         self._digest = None
         try:
-            self.weights.learn(table)
+            self.weights.learn(table, alone=False)
             return self.weights.why_not
         except Exception as error:
             logger.exception("deltawire: the layout of the weights cannot be learnt")

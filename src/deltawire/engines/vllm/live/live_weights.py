@@ -21,7 +21,7 @@ from ....format.digest import Digest, TensorKeys
 from ....format.records.record_parts import FileEntry, record_hash
 from ....format.records.version_records import Commit
 from ....subscribe.tensor_table import TensorSpec, TensorTable
-from ....tensors.gpu_handover import on_side_stream
+from ....tensors.gpu_handover import on_side_stream, synchronize_streams
 from ....tensors.state import state_digest
 from ..layout.types import ModuleRule, Scatter
 from .layout_update import BaseSource, Layout, LayoutUpdate, base_of
@@ -110,15 +110,15 @@ class LiveWeights:
         """Tensors of which no worker holds anything. The first worker digests them."""
         self._rank = 0
 
-    def learn(self, table: TensorTable) -> None:
+    def learn(self, table: TensorTable, *, alone: bool = True) -> None:
         """Learn where the model keeps each element of the chain's tensors. The version is forgotten. Call it on the worker's main thread.
-
-        With several workers, `own` must be called next.
 
         Parameters
         ----------
         table
             The tensors of the chain.
+        alone
+            False if there are several workers. `own` must then be called next.
         """
         self.forget()
         self.table = self.layout = None
@@ -127,12 +127,13 @@ class LiveWeights:
         self._direct = {name: tensor.direct for name, tensor in layout.tensors.items() if tensor.direct is not None}
         limit = {tensor.device: _QUICK_BYTES.get(tensor.device.type, 0) for tensor in self._direct.values()}
         self._is_quick = sum(tensor.nbytes for tensor in self._direct.values()) <= min(limit.values(), default=0)
-        self._unreadable = self._hold_unreadable(layout)
+        self._unreadable = None
         self.layout = layout
-        self.own([layout.blocks()], 0)
+        if alone:
+            self.own([layout.blocks()], 0)
 
     def own(self, held: Sequence[Blocks], rank: int) -> None:
-        """Find out which elements this worker owns.
+        """Find out which elements this worker owns, and let the source get hold of what it cannot read. `why_not` says whether it can.
 
         Parameters
         ----------
@@ -145,6 +146,7 @@ class LiveWeights:
         self._rank = rank
         self._owned, self._unheld = find_owned(held, rank)
         self.layout.owned.update({name: owned.blocks for name, owned in self._owned.items()})
+        self._unreadable = self._hold_unreadable(self.layout)
 
     def set(self, *, confirm: Confirm, threads: int | None) -> None:
         """Change settings. Layout and version stay.
@@ -301,6 +303,7 @@ class LiveWeights:
         with _noting(errors):
             update.revert()
             self._run_rules(update)
+            synchronize_streams(self._direct)
             self._check(update, new=False)
         failed = _ask(agree, None, errors, since=attempts)
         return "quarantined" if failed else "refused"
@@ -318,6 +321,7 @@ class LiveWeights:
             update.apply()
         with _timed(times, "recompute_ms"):
             self._run_rules(update)
+            synchronize_streams(self._direct)  # other workers may read this memory as soon as all have agreed
 
     def _rules(self, update: LayoutUpdate) -> list[ModuleRule]:
         """Return the rules of modules that depend on changed tensors. Raises `EngineRefused` if one of them must be loaded anew."""

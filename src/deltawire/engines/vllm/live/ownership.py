@@ -52,15 +52,15 @@ def find_owned(held: Sequence[Blocks], rank: int) -> tuple[dict[str, Owned], lis
     for name, own in held[rank].items():
         if not any(blocks[name] for blocks in held):
             unheld.append(name)
-        lower = {_units(nests) for blocks in held[:rank] for nests in blocks[name]}
+        lower = {units_of(nests) for blocks in held[:rank] for nests in blocks[name]}
         mine: dict[object, int] = {}
         for number, nests in enumerate(own):
-            if (units := _units(nests)) not in lower:
+            if (units := units_of(nests)) not in lower:
                 mine.setdefault(units, number)
         has_first = any(_has_first(own[number]) for number in mine.values())
         has_first = has_first and not any(_has_first(nests) for blocks in held[:rank] for nests in blocks[name])
-        same = set(map(_units, own))
-        holders = tuple(each for each, blocks in enumerate(held) if same and set(map(_units, blocks[name])) == same)
+        same = set(map(units_of, own))
+        holders = tuple(each for each, blocks in enumerate(held) if same and set(map(units_of, blocks[name])) == same)
         found[name] = Owned(frozenset(mine.values()), has_first, holders if len(holders) > 1 else ())
     return found, unheld
 
@@ -76,8 +76,14 @@ def replicas_agree(told: Sequence[Mapping[tuple[int, ...], Digest]]) -> bool:
     return all(told[rank].get(holders) == digest for each in told for holders, digest in each.items() for rank in holders)
 
 
-def _units(nests: tuple[Nest, ...]) -> object:
-    """Return a value that is equal for parts with the same units of the tensor."""
+def units_of(nests: tuple[Nest, ...]) -> object:
+    """Return a value that is equal for parts with the same units of the tensor.
+
+    Parameters
+    ----------
+    nests
+        Where a part is.
+    """
     first, *rest = nests
     moves = tuple((nest.sizes, nest.sources, nest.source_start) for nest in rest)
     return first.sizes, first.sources, first.source_start, (first.targets, first.target_start, moves) if rest else None

@@ -1,0 +1,353 @@
+"""Workers of one host read the parts of tensors that they lack from each other's memory. These tests need torch, but not vLLM."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from fake_layout import FakeHop, FakeWorker, HalfLayout, KeptState  # noqa: E402
+
+from deltawire.engines.vllm.live import live_updates, peers  # noqa: E402
+from deltawire.engines.vllm.live.live_updates import LiveUpdates  # noqa: E402
+from deltawire.engines.vllm.live.live_weights import LiveWeights  # noqa: E402
+from deltawire.engines.vllm.live.peer_memory import ProcessMemory, ProcessReader  # noqa: E402
+from deltawire.engines.vllm.live.peers import PeerBases  # noqa: E402
+from deltawire.errors import BaseMismatch, CorruptDelta, PeerUnreadable  # noqa: E402
+from deltawire.format.digest import Digest  # noqa: E402
+from deltawire.format.records.record_parts import CommitRef, FileEntry  # noqa: E402
+from deltawire.subscribe.tensor_table import TensorTable, write_table  # noqa: E402
+
+DIVIDED = {"direct", "turned"}
+ABSENT = {"nibbles", "scale"}
+"""Tensors that only the first worker holds."""
+
+
+class Nothing:
+    """A source of tensors that must not be needed."""
+
+    def __init__(self) -> None:
+        self.held: TensorTable = {}
+
+    def hold(self, wanted: TensorTable) -> str | None:
+        self.held = wanted
+        return None
+
+    def writes(self, name: str) -> bool:
+        raise AssertionError(name)
+
+    def base(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    def settled(self, ref: CommitRef, changes: Mapping[str, Any]) -> None:
+        assert not changes
+
+
+class Spool:
+    """A spool with one hop."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+        self.next: FakeHop | None = None
+
+    def hop(self, base: CommitRef, seq: int) -> FakeHop | None:
+        return self.next
+
+    def open(self, entry: FileEntry) -> bytes:
+        return self._worker.read(entry)
+
+
+class Workers:
+    """Two workers as threads, each with half of the tensors. `told` has what each of them has told the others last."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, mixed: bool = True) -> None:
+        self._barrier = threading.Barrier(2, timeout=60)
+        self._told: dict[int, Any] = {}
+        self._rank = threading.local()
+        self._pool = ThreadPoolExecutor(2)
+        self.waits = [threading.Event(), threading.Event()]
+        """Set when a worker waits for the other one."""
+        for name in ("agree", "failed_ranks", "share", "sum_of"):
+            monkeypatch.setattr(live_updates, name, getattr(self, name))
+        self.workers = [FakeWorker(layout=functools.partial(HalfLayout, rank=rank), mixed=mixed, adopt=False) for rank in range(2)]
+        self.rest = [Nothing(), Nothing()]
+        self.peers = [PeerBases(rest, share=self.share) for rest in self.rest]
+        self.spools = [Spool(worker) for worker in self.workers]
+        self.updates: list[LiveUpdates] = []
+        for worker, source, spool in zip(self.workers, self.peers, self.spools, strict=True):
+            worker.weights = LiveWeights(None, lambda _, worker=worker: worker.layout, source=source, threads=1)  # type: ignore[misc]
+            self.updates.append(LiveUpdates(worker.weights, spool, source))  # type: ignore[arg-type]
+        self._table = tmp_path / "tensors.json"
+        write_table(self._table, self.workers[0].table)
+
+    def start(self) -> None:
+        self.together(lambda rank: self.updates[rank].learn(self._table))
+        self.together(lambda rank: self.updates[rank].adopt(self.workers[rank].version.ref))
+        assert [updates.is_ready for updates in self.updates] == [True, True], [updates.why_not for updates in self.updates]
+
+    def step(self) -> int:
+        """Publish a version, and let both workers begin to stage it."""
+        for worker, spool in zip(self.workers, self.spools, strict=True):
+            spool.next = worker.step()
+        seq = int(self.workers[0].version.ref.seq)
+        self.together(lambda rank: self.updates[rank].prepare(seq))
+        return seq
+
+    def begin(self, work: Callable[[int], Any]) -> list[Any]:
+        def run(rank: int) -> Any:
+            self._rank.number = rank
+            self.waits[rank].clear()
+            return work(rank)
+
+        return [self._pool.submit(run, rank) for rank in range(2)]
+
+    def together(self, work: Callable[[int], Any]) -> list[Any]:
+        return [future.result() for future in self.begin(work)]
+
+    def share(self, value: Any) -> tuple[list[Any], int]:
+        rank = self._rank.number
+        self._told[rank] = value
+        self.waits[rank].set()
+        self._barrier.wait()
+        found = [self._told[0], self._told[1]]
+        self._barrier.wait()
+        return found, rank
+
+    def failed_ranks(self, failed: bool) -> list[int]:
+        return [rank for rank, each in enumerate(self.share(failed)[0]) if each]
+
+    def agree(self, failed: bool, digest: Digest | None) -> Sequence[int]:
+        told, _ = self.share((failed, digest))
+        return [rank for rank, (each, _) in enumerate(told) if each] or ([] if told[0][1] == told[1][1] else [0, 1])
+
+    def sum_of(self, digest: Digest) -> Digest:
+        told, _ = self.share(digest)
+        return told[0] + told[1]
+
+    def close(self) -> None:
+        self._barrier.abort()
+        for updates in self.updates:
+            updates.close()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Workers]:
+    found = Workers(monkeypatch, tmp_path)
+    yield found
+    found.close()
+
+
+def test_workers_follow_a_chain_without_any_copy_of_divided_tensors(workers: Workers) -> None:
+    workers.start()
+    assert [rest.held for rest in workers.rest] == [{}, {}]
+    assert [source.status()["bases"] for source in workers.peers] == [
+        {"peers": len(DIVIDED), "kept": 0},
+        {"peers": len(DIVIDED | ABSENT), "kept": 0},
+    ]
+    assert all(updates.status()["why_no_peers"] is None for updates in workers.updates)
+    for _ in range(3):
+        seq = workers.step()
+        outcomes = workers.together(lambda rank: workers.updates[rank].swap(seq))  # noqa: B023
+        assert [found.outcome for found in outcomes] == ["made", "made"], outcomes
+        assert all(worker.held() == worker.expected() for worker in workers.workers)
+
+
+def test_no_worker_writes_while_another_one_reads_its_memory(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker 1 is in the middle of a read. Worker 0 is asked to swap, or to make way for code that loads weights."""
+    workers.start()
+    reading, go_on = threading.Event(), threading.Event()
+    read = ProcessMemory.read
+
+    def slow(memory: ProcessMemory, placement: Any) -> Any:
+        if memory.address in {each.data_ptr() for each in workers.workers[0].layout.memory.values()}:
+            reading.set()
+            assert go_on.wait(60)
+        return read(memory, placement)
+
+    monkeypatch.setattr(ProcessMemory, "read", slow)
+    old = workers.workers[0].held()
+    seq = workers.step()
+    assert reading.wait(60)
+    futures = workers.begin(lambda rank: workers.updates[rank].swap(seq))
+    assert workers.waits[0].wait(60)  # worker 0 has staged, and waits for the other one to agree
+    assert workers.workers[0].held() == old
+    assert not any(future.done() for future in futures)
+    go_on.set()
+    assert [future.result().outcome for future in futures] == ["made", "made"]
+    assert all(worker.held() == worker.expected() for worker in workers.workers)
+
+    reading.clear()
+    go_on.clear()
+    workers.step()
+    assert reading.wait(60)
+    futures = workers.begin(lambda rank: workers.updates[rank].wait())
+    assert workers.waits[0].wait(60)
+    assert not any(future.done() for future in futures)
+    go_on.set()
+    assert [future.result() for future in futures] == [None, None]
+
+
+def test_memory_that_changes_while_it_is_read_is_noticed(workers: Workers) -> None:
+    workers.start()
+    hop = workers.workers[1].step()
+    workers.workers[0].layout.memory["turned"][3] ^= 1
+    with pytest.raises((BaseMismatch, CorruptDelta)):
+        workers.workers[1].weights.stage(hop, workers.workers[1].read)
+
+
+# A worker in another process
+
+
+_HOLDER = """
+import ctypes, sys
+held = []
+for line in sys.stdin:
+    held.append(ctypes.create_string_buffer(bytes.fromhex(line), len(line) // 2))
+    print(ctypes.addressof(held[-1]), flush=True)
+"""
+
+
+class Process:
+    """Another process that holds the memory of a worker."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-S", "-c", _HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.id = self._process.pid
+
+    def hold(self, memory: Any) -> int:
+        """Copy some memory there. Returns its address."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(bytes(memory.view(torch.int8).numpy()).hex(), file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def other() -> Iterator[Process]:
+    process = Process()
+    yield process
+    process.kill()
+
+
+def connected(other: Process, change: Callable[[Any], Any] = lambda offer: offer) -> tuple[FakeWorker, PeerBases]:
+    """Return worker 1, whose peer is a process that holds what worker 0 would hold."""
+    first, second = (FakeWorker(layout=functools.partial(HalfLayout, rank=rank), adopt=False) for rank in range(2))
+    reader = ProcessReader()
+    offer = peers._offer(first.layout, reader, [1])
+    memories = {memory.data_ptr(): memory for memory in first.layout.memory.values()}
+    there = [replace(each, handle=(other.id, other.hold(memories[each.handle[1]]))) for each in offer.memories[1]]
+    told: list[Any] = [peers._Worker(peers.host_identity(), reader.identity, None), replace(offer, memories={1: there})]
+
+    def share(value: Any) -> tuple[list[Any], int]:
+        return [change(told.pop(0)), value], 1
+
+    source = PeerBases(KeptState(second.state), share=share)
+    source.connect(second.layout)
+    second.weights = LiveWeights(None, lambda _: second.layout, source=source, threads=1)
+    second.weights.learn(second.table, alone=False)
+    second.weights.own([first.layout.blocks(), second.layout.blocks()], 1)
+    second.weights.label(second.version)
+    return second, source
+
+
+def test_the_memory_of_another_process_is_read_until_that_process_ends(other: Process) -> None:
+    worker, source = connected(other)
+    assert source.status() == {"bases": {"peers": 4, "kept": 0}, "why_no_peers": None}
+    for name in DIVIDED | ABSENT:
+        assert source.base(name).reshape(-1).view(torch.int8).numpy().tobytes() == worker.state[name].tobytes()
+    hop, old = worker.step(), worker.held()
+    staged = worker.weights.stage(hop, worker.read)
+    other.kill()
+    with pytest.raises(PeerUnreadable, match="another worker of the server") as caught:
+        worker.weights.stage(hop, worker.read)
+    assert caught.value.retryable
+    assert worker.held() == old
+    assert staged.nbytes
+
+
+def other_host(told: Any) -> Any:
+    return replace(told, host="elsewhere") if isinstance(told, peers._Worker) else told
+
+
+def other_device(told: Any) -> Any:
+    return replace(told, device="GPU-1") if isinstance(told, peers._Worker) else told
+
+
+def refusing(told: Any) -> Any:
+    return replace(told, reason="it refuses") if isinstance(told, peers._Worker) else told
+
+
+def wrong_address(told: Any) -> Any:
+    if isinstance(told, peers._Worker):
+        return told
+    return replace(told, memories={1: [replace(each, handle=(each.handle[0], 64)) for each in told.memories[1]]})
+
+
+def wrong_contents(told: Any) -> Any:
+    if isinstance(told, peers._Worker):
+        return told
+    return replace(told, memories={1: [replace(each, probe=bytes(len(each.probe))) for each in told.memories[1]]})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (other_host, "other hosts"),
+        (other_device, "another kind of device"),
+        (refusing, "it refuses"),
+        (wrong_address, "cannot be read"),
+        (wrong_contents, "other contents"),
+    ],
+)
+def test_memory_that_cannot_be_read_leaves_the_tensors_to_the_kept_copy(other: Process, change: Any, reason: str) -> None:
+    worker, source = connected(other, change)
+    assert source.status()["bases"] == {"peers": 0, "kept": 4}
+    assert reason in source.status()["why_no_peers"]
+    assert worker.weights.stage(worker.step(), worker.read).nbytes
+
+
+@pytest.mark.parametrize("how", ["variable", "configuration"])
+def test_sharing_of_memory_can_be_switched_off(other: Process, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "variable":
+        monkeypatch.setenv("DELTAWIRE_PEERS", "0")
+    told: list[Any] = []
+
+    def share(value: Any) -> tuple[list[Any], int]:
+        told.append(value)
+        return [value, value], 1
+
+    worker = FakeWorker(layout=functools.partial(HalfLayout, rank=1), adopt=False)
+    source = PeerBases(KeptState(worker.state), refusal=None if how == "variable" else "the server may sleep", share=share)
+    source.connect(worker.layout)
+    assert source.hold({name: worker.table[name] for name in DIVIDED | ABSENT}) is None
+    assert source.status()["bases"] == {"peers": 0, "kept": 4}
+    assert source.status()["why_no_peers"] == ("DELTAWIRE_PEERS is 0" if how == "variable" else "the server may sleep")
+    assert len(told) == 2  # other workers wait for both messages
+
+
+def test_an_element_that_no_worker_of_the_host_holds_is_left_to_the_kept_copy(other: Process) -> None:
+    def without_turned(told: Any) -> Any:
+        if isinstance(told, peers._Worker):
+            return told
+        return replace(told, placements={name: each for name, each in told.placements.items() if name != "turned"})
+
+    worker, source = connected(other, without_turned)
+    assert source.status()["bases"] == {"peers": 3, "kept": 1}
+    assert source.writes("turned")
+    assert not source.writes("direct")
+    assert worker.weights.stage(worker.step(), worker.read).nbytes
