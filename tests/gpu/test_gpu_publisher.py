@@ -16,10 +16,12 @@ from deltawire.dtypes import DTYPES, first_nonfinite
 from deltawire.errors import BaseMismatch, CorruptDelta, NonFiniteWeights
 from deltawire.publish import baseline, snapshots
 from deltawire.publish.baseline import Baseline
+from deltawire.quantise import QuantisedLayout
+from deltawire.quantise.measure import quantisation_error
 from deltawire.quantise.quantise import quantise_state
 from deltawire.tensors.finite import count_nonfinite
 from deltawire.tensors.gpu_handover import GpuHandover
-from deltawire.tensors.torch_types import torch_dtype
+from deltawire.tensors.torch_types import to_torch, torch_dtype
 
 torch = pytest.importorskip("torch", reason="the GPU codec works on torch tensors")
 REAL = torch.cuda.is_available()
@@ -404,3 +406,60 @@ def test_weights_that_share_a_scale_may_be_on_a_gpu_and_on_the_host(tmp_path, re
             chain.publish(state | {names[1]: torch.from_numpy(state[names[1]]).to(DEVICE)})
             chain.flush()
             read(tmp_path, {name: array.reshape(-1).view(np.uint8) for name, array in expected.items()})
+
+
+MOVES = {
+    "host": lambda name: False,
+    "gpu": lambda name: True,
+    "q on the GPU": lambda name: "q_proj" in name or "norm" in name,
+    "q on the host": lambda name: "q_proj" not in name,
+}
+"""Which tensors of a state are on the GPU."""
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8-block", "nvfp4"])
+@pytest.mark.parametrize(
+    ("codec", "snapshot", "background"),
+    [("auto", "host", False), ("auto", "device", False), ("reference", "device", True), ("auto", "host", True)],
+)
+def test_tensors_may_move_between_host_and_gpu(tmp_path, recipe, codec, snapshot, background):
+    """From one version to the next, and from arrays to torch tensors. Versions are those of a model that stays on the host."""
+    random = np.random.default_rng(4)
+    names = [f"model.layers.0.self_attn.{each}_proj.weight" for each in "kqv"]
+    state = {name: random.standard_normal((6, 32)).astype(np.float32) for name in names}
+    state["model.norm.weight"] = random.standard_normal(40).astype(np.float32)
+    given = {"quantise": recipe, "attachments": {"config.json": b"{}"}, "options": deltawire.WriterOptions(segment_bytes=500)}
+    grown = "model.layers.1.mlp.down_proj.weight"
+    with (
+        using_codec(codec),
+        deltawire.Publisher(tmp_path / "moves", snapshot=snapshot, background=background, **given) as moving,
+        deltawire.Publisher(tmp_path / "stays", **given) as staying,
+    ):
+        for version, place in enumerate(["gpu", "host", "q on the GPU", "q on the host", "host", "gpu", "host"]):
+            state = {name: array * np.float32(1.01) for name, array in state.items()}
+            if version == 4:  # a tensor is added, so this is a full checkpoint
+                state[grown] = random.standard_normal((4, 32)).astype(np.float32)
+            expected = staying.publish(state)
+            moving.publish({name: torch.from_numpy(array).to(DEVICE) if MOVES[place](name) else array for name, array in state.items()})
+            moving.flush()
+            found = moving.version
+            assert (found.kind, found.digest, found.state_bytes) == (expected.kind, expected.digest, expected.state_bytes)
+
+
+def test_published_tensors_may_be_on_another_device_than_the_weights():
+    """This holds for previous tensors, for memory to write into, and for what is measured and dequantised."""
+    random = np.random.default_rng(4)
+    state = {"a.q_proj.weight": random.standard_normal((6, 32)).astype(np.float32), "norm.weight": np.ones(5, np.float32)}
+    layout = QuantisedLayout.of_state("nvfp4", state)
+    before = quantise_state(state, "nvfp4")
+    grown = {name: array * np.float32(1.3) for name, array in state.items()}
+    expected = quantise_state(grown, "nvfp4", before)
+    for codec in ("reference", "auto"):
+        with using_codec(codec):
+            there = {name: to_torch(array.copy()).to(DEVICE) for name, array in before.items()}
+            out = {name: torch.zeros_like(tensor) for name, tensor in there.items()}
+            made = quantise_state(grown, "nvfp4", there, out=out)
+            assert all(made[name] is out[name] for name in out)
+            for name, array in expected.items():
+                assert np.array_equal(bits(out[name]), array.reshape(-1).view(np.uint8)), name
+            assert quantisation_error(layout, grown, out) == quantisation_error(layout, grown, expected)

@@ -289,3 +289,23 @@ def in_host_memory(bits: Bits) -> HostBits:
     if on_gpu(bits):
         raise TypeError(f"bits are on {bits.device}, but must be in host memory")
     return bits
+
+
+def copied_to_host(bits: Bits) -> HostBits:
+    """Return bits in host memory: NumPy arrays as they are, bits on a GPU as a copy. It waits for the calling thread's current stream."""
+    if not on_gpu(bits):
+        return bits
+    found: HostBits = bits.elements().cpu().numpy().view(f"u{bits.itemsize}")
+    return found
+
+
+def copy_bits(bits: Bits, into: Bits) -> None:
+    """Copy bits to others of the same type and shape. Both may be in host memory or on a GPU."""
+    if not on_gpu(into):
+        np.copyto(into, copied_to_host(bits))
+    elif on_gpu(bits):
+        into.tensor.copy_(bits.tensor)
+    else:
+        import torch
+
+        into.tensor.copy_(torch.from_numpy(np.ascontiguousarray(bits).view(f"i{bits.itemsize}")))

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ..codec.bits import in_host_memory
+from ..codec.bits import copied_to_host
 from ..dtypes import DType, dtype_named
 from ..errors import ShapeMismatch, TensorMissing
 from ..tensors.bits import State, Tensor, tensor_bits, typed
@@ -97,5 +97,5 @@ def _array(state: State, name: str) -> NDArray[Any]:
     if name not in state:
         raise TensorMissing(f"tensor {name!r} is missing in the published tensors.")
     tensor = tensor_bits(name, state[name])
-    found: NDArray[Any] = typed(np.ascontiguousarray(in_host_memory(tensor.bits)), tensor.dtype)
+    found: NDArray[Any] = typed(np.ascontiguousarray(copied_to_host(tensor.bits)), tensor.dtype)
     return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..codec.bits import in_host_memory
+from ..codec.bits import copied_to_host
 from ..dtypes import DType
 from ..errors import TensorMissing
 from ..tensors.bits import State, tensor_bits, typed
@@ -70,7 +70,7 @@ def quantisation_error(layout: QuantisedLayout, state: State, published: State) 
 
 def _exact(weight: QuantisedWeight, state: State, dtype: DType) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     bits = tensor_bits(weight.source, state[weight.source]).bits
-    return rows_of(weight, typed(in_host_memory(bits), dtype)).astype(np.float64)
+    return rows_of(weight, typed(copied_to_host(bits), dtype)).astype(np.float64)
 
 
 def _widths(layout: QuantisedLayout, weight: QuantisedWeight, state: State) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:

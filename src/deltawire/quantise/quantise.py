@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..codec import default_codec
-from ..codec.bits import in_host_memory, on_gpu
+from ..codec.bits import copy_bits, in_host_memory
 from ..errors import DtypeMismatch, ShapeMismatch, TensorMissing
 from ..tensors import torch_types
 from ..tensors.bits import State, Tensor, TensorBits, tensor_bits, typed
@@ -313,9 +313,5 @@ def _kept(output: Output, source: TensorBits, casts: Casts) -> Tensor:
 def _written(output: Output, made: Tensor, into: Tensor) -> Tensor:
     target = tensor_bits(output.name, into)
     output.check(target)
-    bits = tensor_bits(output.name, made).bits
-    if on_gpu(target.bits) and on_gpu(bits):
-        target.bits.tensor.copy_(bits.tensor)
-    else:
-        np.copyto(in_host_memory(target.bits), in_host_memory(bits))
+    copy_bits(tensor_bits(output.name, made).bits, target.bits)
     return into

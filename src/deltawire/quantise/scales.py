@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ..codec.bits import copied_to_host
 from ..dtypes import DType
 from ..tensors.bits import State, tensor_bits
 from .exact import exactly
@@ -215,12 +216,6 @@ def published_scales(layout: QuantisedLayout, weight: QuantisedWeight, published
         tensor = tensor_bits(output.name, published[output.name])
         if tensor.dtype != output.dtype or tensor.shape != output.shape:
             return None
-        found[role] = np.ascontiguousarray(_on_host(tensor.bits)).view(output.dtype.numpy)
+        found[role] = np.ascontiguousarray(copied_to_host(tensor.bits)).view(output.dtype.numpy)
     scale = found["scale"].reshape(-1, found["scale"].shape[-1]) if layout.is_gpt_oss else found["scale"]
     return Scales(scale, found.get("global_scale"))
-
-
-def _on_host(bits: Any) -> NDArray[Any]:
-    from ..codec.bits import in_host_memory
-
-    return in_host_memory(bits)

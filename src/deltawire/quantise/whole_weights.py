@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..codec import memory_of
-from ..codec.bits import QuantisedBits, ScalesOnDevice, in_host_memory, on_gpu
+from ..codec.bits import DeviceBits, QuantisedBits, ScalesOnDevice, copied_to_host, copy_bits, in_host_memory, on_gpu
 from ..dtypes import DType
 from ..tensors import torch_types
 from ..tensors.bits import State, Tensor, TensorBits, UnwrittenTensor, tensor_bits
@@ -364,8 +364,8 @@ class _HostMemory:
             return new
         target = tensor_bits(form.name, given)
         form.check(target)
-        bits = in_host_memory(target.bits)
-        if bits.flags.c_contiguous and bits.flags.aligned and bits.flags.writeable:
+        bits = target.bits
+        if not on_gpu(bits) and bits.flags.c_contiguous and bits.flags.aligned and bits.flags.writeable:
             found[form.name] = given
             return bits.view(form.dtype.numpy)
         return np.empty(form.shape, form.dtype.numpy)
@@ -376,7 +376,7 @@ class _HostMemory:
         if given is None:
             return None
         tensor = tensor_bits(form.name, given)
-        return np.ascontiguousarray(in_host_memory(tensor.bits)) if (tensor.dtype, tensor.shape) == (form.dtype, form.shape) else None
+        return np.ascontiguousarray(copied_to_host(tensor.bits)) if (tensor.dtype, tensor.shape) == (form.dtype, form.shape) else None
 
     def disagree(self, shared: list[Array | None], groups: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell which weights have another previous scale than the first weight of their group."""
@@ -392,7 +392,7 @@ class _HostMemory:
         return array
 
     def copy(self, array: Array, target: TensorBits, form: Output) -> None:
-        np.copyto(in_host_memory(target.bits), array.view(form.dtype.bits))
+        copy_bits(array.view(form.dtype.bits), target.bits)
 
 
 class _DeviceMemory:
@@ -452,13 +452,10 @@ class _DeviceMemory:
         return torch.from_numpy(array).to(self._device)
 
     def copy(self, array: Array, target: TensorBits, form: Output) -> None:
-        if on_gpu(target.bits):
-            target.bits.tensor.copy_(array.view(target.bits.tensor.dtype))
-        else:
-            import torch
+        import torch
 
-            there = array.contiguous().view(getattr(torch, f"int{form.dtype.width}"))
-            np.copyto(target.bits, there.cpu().numpy().view(form.dtype.bits).reshape(form.shape))
+        integers = array.contiguous().view(getattr(torch, f"int{form.dtype.width}"))
+        copy_bits(DeviceBits(integers.view(form.shape)), target.bits)
 
 
 _Memory = _HostMemory | _DeviceMemory
