@@ -16,7 +16,16 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_LEFT_OUT = ("kv_cache", "compilation_config", "vllm_config", "_vllm_config", "model_config", "hf_config", "quant_config")
+_LEFT_OUT = (
+    "_deltawire_results",
+    "kv_cache",
+    "compilation_config",
+    "vllm_config",
+    "_vllm_config",
+    "model_config",
+    "hf_config",
+    "quant_config",
+)
 """Attributes that hold no weights, or that lead to the whole engine."""
 
 

@@ -442,6 +442,6 @@ def test_an_update_that_needs_a_module_loaded_anew_is_refused() -> None:
     worker = FakeWorker(layout=with_rule("load_anew"))
     assert swap(worker, worker.step(change_one)).outcome == "made"
     hop, old = worker.step(), worker.held()
-    with pytest.raises(EngineRefused, match="'norm' must be loaded anew: it is computed from it"):
+    with pytest.raises(EngineRefused, match="all weights must be loaded anew, because of module 'norm': it is computed from it"):
         worker.weights.stage(hop, worker.read)
     assert worker.held() == old

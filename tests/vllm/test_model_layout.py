@@ -264,7 +264,7 @@ def test_one_module_that_cannot_be_learnt_does_not_cost_the_others(
     monkeypatch.setattr(processing_map, "same_processing", fail)
     layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights))
     assert [name for name, tensor in layout.tensors.items() if tensor.kind == "module"] == ["lm_head.weight"]
-    assert layout.modules["lm_head"].how == "load_anew"
+    assert layout.modules["lm_head"].how == "reprocess"
     assert layout.modules["lm_head"].inputs == ("lm_head.weight",)
     assert "without attributes" in layout.facts.unlearnt["lm_head"]
 

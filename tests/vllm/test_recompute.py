@@ -56,7 +56,7 @@ def modules_with(loaded: LoadedModel, recorded: dict[int, dict[str, Any]]) -> di
 
 def check_reprocessing(live: LoadedModel, fresh: LoadedModel, raw: dict[int, dict[str, Any]], *only: str) -> None:
     """Process the raw tensors of the fresh model on copies of the live modules, and write the results into those."""
-    from deltawire.engines.vllm.modules.module_shell import tensors_of
+    from deltawire.engines.vllm.modules.reachable import tensors_of
     from deltawire.engines.vllm.modules.recompute import reprocess
 
     places, before = addresses(live.model), memory(live.model)
@@ -92,7 +92,7 @@ def test_fused_fp8_weights_with_one_scale_are_requantised_as_in_a_fresh_load(
 def test_a_learnt_layout_says_what_is_reprocessed_and_gives_its_raw_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requantise_on_cpu(monkeypatch)
     from deltawire.engines.vllm.layout.model_layout import learn_layout
-    from deltawire.engines.vllm.modules.module_shell import tensors_of
+    from deltawire.engines.vllm.modules.reachable import tensors_of
     from deltawire.engines.vllm.modules.recompute import reprocess
     from deltawire.subscribe.tensor_table import TensorSpec
     from deltawire.tensors.torch_types import dtype_of
@@ -221,7 +221,7 @@ def test_the_global_scales_of_nvfp4_are_computed_without_its_weights(
 
 @pytest.mark.parametrize("recipe", ["int4", "fp8-channel", "fp8-block"])
 def test_one_module_is_loaded_anew_in_place_and_the_others_stay(recipe: str, tmp_path: Path) -> None:
-    from deltawire.engines.vllm.modules.load_module import load_module
+    from deltawire.engines.vllm.modules.load_module import load_modules
 
     model = TinyModel("module", scale=4, layers=1)
     _, (first, second) = publish(tmp_path, model, two_versions(model), recipe)
@@ -231,8 +231,8 @@ def test_one_module_is_loaded_anew_in_place_and_the_others_stay(recipe: str, tmp
     parts = tuple(f"model.layers.0.self_attn.{part}_proj." for part in "qkv")
     new = read_checkpoint(second)
     with live.active():
-        load_module(
-            live.model, live.vllm_config.model_config, name, [(key, tensor) for key, tensor in new.items() if key.startswith(parts)]
+        load_modules(
+            live.model, live.vllm_config.model_config, [name], [(key, tensor) for key, tensor in new.items() if key.startswith(parts)]
         )
     after, wanted = memory(live.model), memory(fresh.model)
     assert addresses(live.model) == places
@@ -276,10 +276,6 @@ class _Method:
     """Stands for a quantisation method of vLLM."""
 
 
-class OnlineLinearBase(_Method):
-    """Has the name of vLLM's class for weights that are quantised after loading."""
-
-
 class BaseKVCacheMethod(_Method):
     """Has the name of vLLM's class for the scales of a KV cache."""
 
@@ -292,11 +288,12 @@ _BALANCED = types.SimpleNamespace(moe_parallel_config=types.SimpleNamespace(enab
     ("method", "attributes", "classes", "how", "reason"),
     [
         (_Method(), {}, {("scale", "scale"): "arithmetic", ("weight", "weight"): "permutation"}, "reprocess", "computes scale"),
-        (_Method(), {}, {("weight", "weight"): "failed"}, "load_anew", "fails on a copy"),
+        (_Method(), {}, {("weight", "weight"): "failed"}, "reprocess", "computes"),
+        (_Method(), {}, {("weight", "weight"): "unsafe"}, "load_anew", "changes the live module"),
+        (_Method(), {}, {("weight", "weight"): "lost", ("scale", "scale"): "arithmetic"}, "load_anew", "does not keep weight"),
         (_Method(), {"moe_config": _BALANCED}, {}, "refuse", "EPLB"),
         (_Method(), {"dnnl_handler": object()}, {}, "load_anew", "in dnnl_handler"),
-        (OnlineLinearBase(), {}, {}, "load_anew", "quantises weights after loading"),
-        (BaseKVCacheMethod(), {}, {}, "load_anew", "scales as numbers"),
+        (BaseKVCacheMethod(), {}, {("k_scale", "k_scale"): "arithmetic"}, "load_anew", "scales as numbers"),
     ],
 )
 def test_a_rule_says_how_a_module_is_updated_and_why(
@@ -304,7 +301,7 @@ def test_a_rule_says_how_a_module_is_updated_and_why(
 ) -> None:
     from deltawire.engines.vllm.modules.recompute import rule_for
 
-    module = types.SimpleNamespace(quant_method=method, **attributes)
+    module = types.SimpleNamespace(_parameters={}, _buffers={}, quant_method=method, **attributes)
     rule = rule_for(module, "model.layer", classes, inputs=["a", "b"])
     assert (rule.name, rule.how, rule.inputs) == ("model.layer", how, ("a", "b"))
     assert reason in rule.reason

@@ -247,6 +247,33 @@ def fp8_per_tensor(state: State) -> State:
     return found
 
 
+def int8_per_channel(state: State) -> State:
+    """Quantise the weights of linear layers to int8, with one scale for each row."""
+    found: State = {}
+    for name, tensor in state.items():
+        if not name.endswith("_proj.weight"):
+            found[name] = tensor
+            continue
+        scale = np.abs(tensor.astype(np.float32)).max(axis=1, keepdims=True) / np.float32(127)
+        found[name] = np.rint(tensor.astype(np.float32) / scale).astype(np.int8)
+        found[f"{name}_scale"] = scale.astype(ml_dtypes.bfloat16)
+    return found
+
+
+INT8_PER_CHANNEL = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+"""The `quantization_config` of such a checkpoint."""
+
 FP8_PER_TENSOR = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
 """The `quantization_config` of such a checkpoint."""
 

@@ -406,6 +406,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             source=self._peers,
             recompute=model.recompute,
             reprocess=model.reprocess,
+            load=model.load_module,
             confirm=_confirm(info),
             threads=threads,
         )

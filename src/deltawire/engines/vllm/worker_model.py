@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, EngineRefused
 from ...format.checkpoints.checkpoint import Checkpoint
 from ...subscribe.tensor_table import TensorSpec, TensorTable
 from .draft import Draft, Modules, draft_of, load_both
-from .layout.model_layout import ModelLayout, learn_layout
+from .layout.model_layout import DRAFT_PREFIX, ModelLayout, learn_layout
 from .layout.types import ModuleRule, Scatter
 from .loading import Tensors, load_tensors
+from .modules.load_module import ModuleLoad
 from .modules.recompute import process_again, recompute
 
 
@@ -34,6 +36,8 @@ class WorkerModel:
         self._vllm_config = vllm_config
         self._learnt: tuple[TensorTable, ModelLayout] | None = None
         """The layout that was learnt last, and the tensors that it is for."""
+        self._loadable: set[str] = set()
+        """Modules that were loaded anew, and then had the weights that they should have."""
         self.draft: Draft | None = None
         """The draft model. None if there is none."""
         self._modules = Modules(model)
@@ -118,6 +122,26 @@ class WorkerModel:
             load_tensors(self.model, self._vllm_config.model_config, tensors)
         else:
             load_both(self.model, self._vllm_config, self.draft, self._table, tensors)
+
+    def load_module(self, rule: ModuleRule, read: Callable[[str], torch.Tensor], read_old: Callable[[str], torch.Tensor]) -> ModuleLoad:
+        """Prepare to load a module anew. Changes nothing. Raises `EngineRefused` if it shares tensors with a module of the draft model.
+
+        Parameters
+        ----------
+        rule
+            The rule of the module.
+        read
+            Returns a new tensor of the chain, in checkpoint layout.
+        read_old
+            Returns a tensor of the version that the model has.
+        """
+        assert self._learnt is not None
+        modules, tensors = self._learnt[1].loaded_with(rule.name)
+        if any(name.startswith(DRAFT_PREFIX) for name in modules):
+            raise EngineRefused(f"module {rule.name!r} must be loaded anew, which is not possible for a part of a draft model.")
+        old = None if rule.name in self._loadable else {name: read_old(name) for name in tensors}
+        note = functools.partial(self._loadable.add, rule.name)
+        return ModuleLoad(self.model, self._vllm_config.model_config, modules, {name: read(name) for name in tensors}, old, note)
 
     @property
     def _following(self) -> Any:

@@ -83,6 +83,8 @@ class LoaderCopies:
     """The copies of each tensor that is only copied. A tensor that this worker does not hold has none."""
     refused: dict[str, str] = field(default_factory=dict)
     """The reasons why positions of tensors are unknown."""
+    touched: dict[str, list[RawParameter]] = field(default_factory=dict)
+    """The raw parameters that the loaders of refused tensors write to, as far as that is known."""
     parameters: list[RawParameter] = field(default_factory=list)
     """All raw parameters of the model."""
 
@@ -137,9 +139,9 @@ def record_copies(model: Any, vllm_config: Any, table: TensorTable, *, prefix: s
             except Exception as error:
                 if recorder.current is None:  # the loader failed before the first tensor, or after the last
                     if not recorder.is_exhausted:
-                        recorder.refuse(table, f"its loader failed: {error!r}")
+                        recorder.refuse(table, f"its loader failed: {error!r}", is_traced=False)
                     break
-                recorder.refuse([recorder.current], f"its loader failed: {_brief(error)}")
+                recorder.refuse([recorder.current], f"its loader failed: {_brief(error)}", is_traced=False)
             else:
                 if not recorder.is_exhausted:
                     recorder.refuse((name for name, _ in remaining), "the model's loader stopped before it")
@@ -223,6 +225,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._order: list[tuple[str, LoaderCopy]] = []
         self._seen: list[str] = []
         self._refused: dict[str, str] = {}
+        self._touched: dict[str, dict[RawParameter, None]] = {}
+        self._untraced: set[str] = set()
         self._scalars: dict[float, torch.Tensor] = {}
         self.current: str | None = None
         self.is_exhausted = False
@@ -238,10 +242,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             yield name, tensor
         self.current, self.is_exhausted = None, True
 
-    def refuse(self, names: Iterable[str], reason: str) -> None:
-        """Note that the positions of these tensors are unknown."""
+    def refuse(self, names: Iterable[str], reason: str, *, is_traced: bool = True) -> None:
+        """Note that the positions of these tensors are unknown. If they are not traced, their modules are unknown too."""
         for name in names:
             self._refused.setdefault(name, reason)
+            if not is_traced:
+                self._untraced.add(name)
 
     def refuse_replaced(self) -> None:
         """Refuse tensors that were copied to a parameter which the loader has then replaced by another one."""
@@ -249,13 +255,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             held = {**parameter.module._parameters, **parameter.module._buffers}.get(parameter.name)
             if held is None or _storage(held) != storage._cdata:
                 names = [name for name, copy in self._order if copy.parameter is parameter]
-                self.refuse(names or self._seen, f"the loader replaces {parameter.module_name}.{parameter.name}")
+                self.refuse(names or self._seen, f"the loader replaces {parameter.module_name}.{parameter.name}", is_traced=False)
 
     def result(self) -> LoaderCopies:
         """Return what was recorded."""
         self._refuse_overwritten()
         copies = {name: self._copies.get(name, []) for name in self._seen if name not in self._refused}
-        return LoaderCopies(copies, dict(self._refused), list(self._parameters))
+        touched = {name: list(found) for name, found in self._touched.items() if name in self._refused.keys() - self._untraced}
+        return LoaderCopies(copies, dict(self._refused), touched, list(self._parameters))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -292,13 +299,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             names |= self._names(target)
             if names:
                 self._origins[_storage(target)] = _computed(names, target)
-        elif source is None:
+            return
+        if source is None:
             names |= {name for name, copy in self._order if copy.parameter is owner}
+        self._touch(names or self._latest(), owner)
+        if source is None:
             self.refuse(names or self._latest(), f"its loader uses {func}")
         elif not names:
             self.refuse(self._latest(), "its loader copies values that do not come from the chain")
         else:
             self._record(owner, target, source, names)
+
+    def _touch(self, names: Iterable[str], owner: RawParameter) -> None:
+        for name in names:
+            self._touched.setdefault(name, {})[owner] = None
 
     def _record(self, owner: RawParameter, target: torch.Tensor, source: torch.Tensor, names: frozenset[str]) -> None:
         origin = self._origins.get(_storage(source))
@@ -367,7 +381,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
                 others = [other for other_name, other in copies if other_name in winners - {name}]
                 is_tied = copy.nest.numel > _TINY and all(other.nest == copy.nest for other in others)
                 if winners != {name} and not is_tied:
-                    self.refuse([name], f"the loader writes {min(winners - {name})} to the same place")
+                    is_traced = copy.nest.numel > _TINY  # a change of a tiny one has no effect on the model, which holds the last one
+                    self.refuse([name], f"the loader writes {min(winners - {name})} to the same place", is_traced=is_traced)
 
 
 def _copy_nests(source: torch.Tensor, target: torch.Tensor, origin: Nest) -> list[Nest] | None:

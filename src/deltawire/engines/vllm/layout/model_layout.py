@@ -8,22 +8,24 @@ If the composition is one contiguous range with the same bits, the tensor is *di
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ....subscribe.tensor_table import TensorSpec, TensorTable
 from ....tensors.torch_types import gpu_of
-from ..modules.recompute import FAILED, derived_from, moves_experts, rule_for
+from ..modules.reachable import Path, at
+from ..modules.recompute import FAILED, LOST, derived_from, moves_experts, rule_for
 from . import loader_copies, processing_map
 from .loader_copies import LoaderCopies, LoaderCopy, RawParameter, reach, record_copies
 from .nests import compose, fit, nest_of, positions_of
 from .placements import PIECE, as_bits, coverage, direct_view, distinct, flat_storage, gather, numel, scatters, source_view
-from .position_decoder import Path, UnitMap
+from .position_decoder import UnitMap
 from .processing_map import ModuleMap, NotLearnt, learn_module
 from .types import ModuleRule, Nest, Placement, Scatter, TensorLayout
 from .unit_values import storage_units
@@ -66,6 +68,8 @@ class ModelLayout:
         How it was learnt.
     copies
         For modules with rules: what loaders copy to their raw parameters.
+    parts
+        For each module: the tensors that loaders write to it.
     model
         The model.
     """
@@ -77,17 +81,66 @@ class ModelLayout:
         held: Sequence[tuple[Any, Path]] = (),
         facts: LearningFacts | None = None,
         copies: Mapping[str, Sequence[tuple[str, LoaderCopy]]] | None = None,
+        parts: Mapping[str, Iterable[str]] | None = None,
         model: Any = None,
     ) -> None:
-        self.tensors = tensors
-        self.modules = modules
+        self.tensors = dict(tensors)
+        self.modules = dict(modules)
         self.facts = facts or LearningFacts()
         self.owned: dict[str, frozenset[int]] = {}
         """For tensors of which other workers own some elements: the numbers of the placements that this worker owns."""
         self._copies = copies or {}
+        self._parts = {name: frozenset(found) for name, found in (parts or {}).items()}
         self._model = model
         self._held = list(held)
         self._addresses = self._current_addresses()
+        for rule in list(self.modules.values()):
+            if rule.how == "load_anew":
+                self.load_anew(rule.name, rule.reason)
+
+    def load_anew(self, name: str, reason: str) -> None:
+        """Let updates load a module anew, because nothing else works. All its tensors become inputs of it.
+
+        Parameters
+        ----------
+        name
+            The name of a module that has a rule.
+        reason
+            Why nothing else works.
+        """
+        inputs = sorted({*self.modules[name].inputs, *self.loaded_with(name)[1]})
+        self.modules[name] = ModuleRule(name, "load_anew", tuple(inputs), reason)
+        for part in inputs:
+            modules = tuple(sorted({*self.tensors[part].modules, name}))
+            self.tensors[part] = dataclasses.replace(self.tensors[part], modules=modules)
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Let updates that change inputs of a module be refused, because it cannot even be loaded anew by itself.
+
+        Parameters
+        ----------
+        name
+            The name of a module that has a rule.
+        reason
+            Why it cannot.
+        """
+        self.modules[name] = dataclasses.replace(self.modules[name], how="refuse", reason=reason)
+
+    def loaded_with(self, name: str) -> tuple[list[str], list[str]]:
+        """Return the modules that are loaded anew with a module, itself included, and the tensors that are loaded.
+
+        Modules are loaded together if they share tensors of the chain, because a loader writes a tensor to all its places.
+
+        Parameters
+        ----------
+        name
+            The name of the module.
+        """
+        modules, tensors = {name}, set(self._parts.get(name, ()))
+        while more := {other for other, parts in self._parts.items() if other not in modules and not tensors.isdisjoint(parts)}:
+            modules |= more
+            tensors |= {part for other in more for part in self._parts[other]}
+        return sorted(modules), sorted(tensors)
 
     def is_valid_for(self, model: Any) -> bool:
         """Return whether the model's tensors still have the memory that they had when the layout was learnt.
@@ -242,6 +295,7 @@ class _Learner:
         self._found = {name: _Found() for name in sorted(table)}
         self._rules: dict[str, ModuleRule] = {}
         self._copies: dict[str, list[tuple[str, LoaderCopy]]] = {}
+        self._parts: dict[str, set[str]] = {}
         self._maps: dict[tuple[Any, ...], ModuleMap] = {}
         self._held: dict[tuple[int, Path], tuple[Any, Path]] = {}
         self._composed: dict[tuple[Nest, Nest], list[tuple[Nest, ...]]] = {}
@@ -255,6 +309,10 @@ class _Learner:
         for name, found in copies.copies.items():
             for each in found:
                 by_module.setdefault(id(each.parameter.module), []).append((name, each))
+                self._parts.setdefault(each.parameter.module_name, set()).add(name)
+        for name, touched in copies.touched.items():
+            for parameter in touched:
+                self._add_loaded(name, parameter, copies.refused[name])
         known: set[int] = set()
         for module_copies in by_module.values():
             parameter = module_copies[0][1].parameter
@@ -281,7 +339,15 @@ class _Learner:
                 inputs[module].append(name)
         rules = {name: ModuleRule(name, rule.how, tuple(inputs[name]), rule.reason) for name, rule in self._rules.items() if inputs[name]}
         copies = {name: found for name, found in self._copies.items() if name in rules}
-        return ModelLayout(tensors, rules, list(self._held.values()), self.facts, copies, model)
+        return ModelLayout(tensors, rules, list(self._held.values()), self.facts, copies, self._parts, model)
+
+    def _add_loaded(self, name: str, parameter: RawParameter, reason: str) -> None:
+        """Let a module be loaded anew if a tensor changes whose loader does more than to copy it."""
+        module = parameter.module_name
+        self._parts.setdefault(module, set()).add(name)
+        self._found[name].modules.add(module)
+        how: Literal["load_anew", "refuse"] = "refuse" if moves_experts(parameter.module) else "load_anew"
+        self._rules[module] = ModuleRule(module, how, (), reason)
 
     def _learn(self, parameter: RawParameter, names: Sequence[str]) -> ModuleMap:
         """Return what processing does with these raw parameters."""
@@ -297,7 +363,8 @@ class _Learner:
         except Exception as error:  # one module that is unlike all others must not cost the layout of the others
             reason = str(error) if isinstance(error, NotLearnt) else f"its processing cannot be learnt: {type(error).__name__}: {error}"
             self.facts.unlearnt[parameter.module_name] = reason
-            return ModuleMap(arithmetic=dict.fromkeys(names, reason), classes={(name, name): FAILED for name in names})
+            kind = error.kind if isinstance(error, NotLearnt) else FAILED
+            return ModuleMap(arithmetic=dict.fromkeys(names, reason), classes={(name, name): kind for name in names})
 
     def _learn_processing(self, module: Any, names: Sequence[str]) -> ModuleMap:
         key = (*processing_map.same_processing(module), tuple(names))
@@ -322,8 +389,12 @@ class _Learner:
         if reason is not None:
             found.reasons.append(f"{parameter.module_name}: {reason}")
             found.modules.add(parameter.module_name)
-            rule = rule_for(parameter.module, parameter.module_name, learnt.classes or {(raw_name, raw_name): FAILED})
-            self._rules.setdefault(rule.name, ModuleRule(rule.name, rule.how, (), reason))
+            kind = LOST if raw_name not in learnt.arithmetic else FAILED
+            classes = {(raw_name, raw_name): kind, **learnt.classes}
+            rule = rule_for(parameter.module, parameter.module_name, classes)
+            known = self._rules.get(rule.name)
+            if known is None or known.how == "reprocess":  # one parameter may need more than another
+                self._rules[rule.name] = ModuleRule(rule.name, rule.how, (), reason if rule.how == "reprocess" else rule.reason)
         for unit_map in maps:
             live = _at(parameter.module, unit_map.path)
             if live is None:
@@ -362,8 +433,12 @@ class _Learner:
             if not derived:
                 continue
             name = names.get(id(module), name)
+            known_rule = self._rules.get(name)
+            if known_rule is not None and not derived_from(module):
+                continue  # its processing computes them, which the rule says already
             reason = f"vLLM computes {'.'.join(derived[0])} of {name} from it"
-            self._rules[name] = ModuleRule(name, "recompute" if derived_from(module) else "load_anew", (), reason)
+            if known_rule is None:  # a module that is loaded anew is computed again, too
+                self._rules[name] = ModuleRule(name, "recompute" if derived_from(module) else "refuse", (), reason)
             for source in _inputs(model, name, module):
                 for tensor_name, _ in by_module.get(id(source), ()):
                     self._found[tensor_name].modules.add(name)
@@ -435,14 +510,7 @@ def _source_reach(nest: Nest) -> int:
 
 def _at(module: Any, path: Path) -> torch.Tensor | None:
     """Return the tensor that a path leads to. None if there is none."""
-    value = module
-    for name in path:
-        if isinstance(value, Mapping):
-            value = value.get(name)
-        elif isinstance(value, (list, tuple)):
-            value = value[int(name)] if int(name) < len(value) else None
-        else:
-            value = getattr(value, name, None)
+    value = at(module, path)
     return value if isinstance(value, torch.Tensor) else None
 
 

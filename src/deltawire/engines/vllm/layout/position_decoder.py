@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..modules.reachable import Path
 from .nests import fit
 from .types import Nest
 from .unit_values import PIECE, Fill, halves, storage_units, unit_values
-
-Path = tuple[str, ...]
-"""The way to a tensor from its module: names of attributes, keys or positions."""
 
 MOST_COPIES = 8
 """The most places of one unit. If processing repeats it more often, the result counts as computed."""

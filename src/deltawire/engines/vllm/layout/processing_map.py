@@ -15,19 +15,19 @@ What fails any of these is *arithmetic*: the module must be processed again, or 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..modules.module_shell import is_state, make_shell, process, raw_of
-from ..modules.recompute import ARITHMETIC, FAILED
+from ..modules.module_shell import make_shell, process, raw_of
+from ..modules.reachable import Path, reachable
+from ..modules.recompute import ARITHMETIC, FAILED, UNSAFE
 from .loader_copies import raw_tensors
-from .position_decoder import Path, PositionDecoder, UnitMap, changed_values, complete_table, is_predicted, whole_nest
+from .position_decoder import PositionDecoder, UnitMap, changed_values, complete_table, is_predicted, whole_nest
 from .unit_values import Fill, constant_fill, digit_fill, digits_of, neutral_value, random_fill, same_words, storage_units
 
-_DEPTH = 4
 _BYTES_PER_UNIT = 16
 """The memory for decoding positions, for each unit: its position, its place, and temporary values."""
 _FEW = 64
@@ -52,6 +52,15 @@ class ModuleMap:
 
 class NotLearnt(Exception):
     """The processing of a module cannot be learnt. The message says why."""
+
+    kind = FAILED
+    """The class of the module's outputs (see recompute.py)."""
+
+
+class LiveModuleChanged(NotLearnt):
+    """The processing of a copy has changed attributes of the live module, so it must not run on copies."""
+
+    kind = UNSAFE
 
 
 def missing_parts() -> list[str]:
@@ -116,7 +125,7 @@ def learn_module(module: Any, vllm_config: Any, names: Sequence[str], *, most_by
         found = study.learn()
     finally:
         if _fingerprint(module) != before:
-            raise NotLearnt("its processing changes the live module")
+            raise LiveModuleChanged("its processing changes the live module")
     return found
 
 
@@ -132,7 +141,7 @@ def holds_for(module: Any, vllm_config: Any, found: ModuleMap) -> bool:
 
 def tensors_of(module: Any) -> dict[Path, torch.Tensor]:
     """Return all tensors that a module holds: parameters, buffers, attributes, and those of its quantisation method and kernels."""
-    return {path: value for path, value in _reachable(module) if isinstance(value, torch.Tensor)}
+    return {path: value for path, value in reachable(module) if isinstance(value, torch.Tensor)}
 
 
 def unit_bits_of(name: str, tensor: torch.Tensor) -> int:
@@ -333,9 +342,10 @@ class _Study:
         process(shell, self.config)
         found = _Run({}, {}, {})
         seen: set[int] = set()
-        for path, value in _reachable(shell):
-            if not isinstance(value, torch.Tensor):
+        for path, value in reachable(shell):
+            if isinstance(value, float):
                 found.numbers[path] = value
+            if not isinstance(value, torch.Tensor):
                 continue
             found.shapes[path] = _geometry(value)
             address = value.untyped_storage().data_ptr()
@@ -364,37 +374,6 @@ def _storage_elements(tensor: torch.Tensor) -> int:
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.storage_offset(), tensor.untyped_storage().nbytes()
-
-
-def _reachable(module: Any) -> Iterator[tuple[Path, Any]]:
-    """Yield the tensors and the floats that a module and its helpers hold."""
-    seen: set[int] = {id(module)}
-    for held in (module._parameters, module._buffers):
-        for name, tensor in held.items():
-            if tensor is not None:
-                yield (name,), tensor
-    for name, value in {**vars(module), "quant_method": getattr(module, "quant_method", None)}.items():
-        if name not in ("_parameters", "_buffers", "_modules") and not (name.startswith("_") and isinstance(value, (dict, set))):
-            yield from _within(value, (name,), seen, _DEPTH)
-
-
-def _within(value: Any, path: Path, seen: set[int], depth: int) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, (torch.Tensor, float)):
-        yield path, value
-        return
-    if depth == 0 or id(value) in seen or isinstance(value, (str, bytes)):
-        return
-    if isinstance(value, Mapping):
-        inner: list[tuple[str, Any]] = [(str(key), each) for key, each in value.items()]
-    elif isinstance(value, (list, tuple)):
-        inner = [(str(number), each) for number, each in enumerate(value[:64])]
-    elif is_state(value) or (path == ("quant_method",) and isinstance(value, torch.nn.Module)):
-        inner = [(name, each) for name, each in vars(value).items() if not name.startswith("_forward")]
-    else:
-        return
-    seen.add(id(value))
-    for name, each in inner:
-        yield from _within(each, (*path, name), seen, depth - 1)
 
 
 def _fingerprint(module: Any) -> tuple[Any, ...]:

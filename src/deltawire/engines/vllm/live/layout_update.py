@@ -62,6 +62,10 @@ class Layout(Protocol):
 
     def raw(self, module: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]: ...
 
+    def load_anew(self, name: str, reason: str) -> None: ...
+
+    def refuse(self, name: str, reason: str) -> None: ...
+
 
 class BaseSource(Protocol):
     """Has the tensors that a worker cannot read from its own memory."""
@@ -84,6 +88,19 @@ class BaseSource(Protocol):
     def settled(self, ref: CommitRef, changes: Mapping[str, Sequence[TensorPatch]]) -> None:
         """Note that a swap to a version is confirmed, and what it changed. It must return at once: the server waits."""
         ...
+
+
+class ModuleLoad(Protocol):
+    """A module that is loaded anew. `modules.load_module.ModuleLoad` is one."""
+
+    nbytes: int
+    unfit: str | None
+
+    def apply(self) -> None: ...
+
+    def revert(self) -> None: ...
+
+    def check_reverted(self) -> None: ...
 
 
 class LayoutUpdate:
@@ -111,6 +128,7 @@ class LayoutUpdate:
         self._patches: list[Resolution] = []
         """All changes that are swapped by a codec: the above, and those of direct tensors whose files also change other tensors."""
         self._scatters: list[Scatter] = []
+        self._loads: dict[str, ModuleLoad] = {}
         self._tied_changes: dict[str, list[Changes]] = {}
         self._coverage = Coverage()
         self._swapped = 0
@@ -182,16 +200,26 @@ class LayoutUpdate:
             self._scatters = _merged(self._scatters)
             wait()
 
+    def old_tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor of the live version, in checkpoint layout and in new memory.
+
+        Parameters
+        ----------
+        name
+            The name of the tensor.
+        """
+        found = self._base(name)
+        return found.clone() if self._layout.tensors[name].direct is not None else found
+
     def new_tensor(self, name: str) -> torch.Tensor:
         """Return an input of a module that is processed again, as the update makes it, in checkpoint layout and in new memory.
 
         Parameters
         ----------
         name
-            An input of a module whose rule is "reprocess".
+            An input of a module whose rule is "reprocess" or "load_anew".
         """
-        layout = self._layout.tensors[name]
-        found = self._base(name).clone() if layout.direct is not None else self._base(name)
+        found = self.old_tensor(name)
         for indices, values in self._input_changes.get(name, []):
             found.view(-1).view(values.dtype)[indices.to(found.device)] = values.to(found.device)
         return found
@@ -213,6 +241,29 @@ class LayoutUpdate:
                 self._scatters.append(scatter)
                 self.nbytes += scatter.indices.nbytes + 2 * scatter.new.nbytes
 
+    def add_load(self, name: str, load: ModuleLoad) -> None:
+        """Add a module that is loaded anew when the update is written.
+
+        Parameters
+        ----------
+        name
+            The name of the module.
+        load
+            The module, with its new weights.
+        """
+        self._loads[name] = load
+        self.nbytes += load.nbytes
+
+    @property
+    def loaded(self) -> int:
+        """The number of modules that are loaded anew."""
+        return len(self._loads)
+
+    @property
+    def unfit(self) -> dict[str, str]:
+        """Modules that cannot be loaded anew, with the reasons. It is known after `apply`."""
+        return {name: load.unfit for name, load in self._loads.items() if load.unfit is not None}
+
     def forget_inputs(self) -> None:
         """Free what only `new_tensor` needs."""
         self._input_changes.clear()
@@ -226,6 +277,8 @@ class LayoutUpdate:
         with torch.no_grad():
             for scatter in self._scatters:
                 _write(scatter, scatter.new)
+        for load in self._loads.values():
+            load.apply()
 
     def revert(self) -> None:
         """Write the old values back, also if only some of the new ones were written."""
@@ -237,6 +290,8 @@ class LayoutUpdate:
         for patch in reversed(self._patches[: self._swapped]):
             self._swapped -= 1
             patch.exchange()
+        for load in self._loads.values():  # last, because loading may have failed half-way
+            load.revert()
 
     def check(self, *, new: bool) -> None:
         """Raise `ResultMismatch` unless the scattered elements have their new values, or else their old ones.
@@ -252,6 +307,8 @@ class LayoutUpdate:
             verdicts = [(_read(scatter) == (scatter.new if new else scatter.old)).all() for scatter in self._scatters]
         if verdicts and not bool(torch.stack(verdicts).all()):
             raise ResultMismatch("some written elements have wrong values.")
+        for load in () if new else self._loads.values():
+            load.check_reverted()
 
     def _base(self, name: str) -> torch.Tensor:
         """Return a tensor of the live version in checkpoint layout: live memory, or a temporary."""
@@ -275,8 +332,8 @@ class LayoutUpdate:
 
     @functools.cached_property
     def _inputs(self) -> frozenset[str]:
-        """Tensors that modules are processed from again. Their changes must be known."""
-        again = {name for name, rule in self._layout.modules.items() if rule.how == "reprocess"}
+        """Tensors that modules are processed or loaded from again. Their changes must be known."""
+        again = {name for name, rule in self._layout.modules.items() if rule.how in ("reprocess", "load_anew")}
         return frozenset(name for name, layout in self._layout.tensors.items() if again.intersection(layout.modules))
 
     def _add_direct(self, plan: Plan) -> None:

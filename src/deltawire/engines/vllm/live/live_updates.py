@@ -18,6 +18,7 @@ from ....format.records.record_parts import CommitRef
 from ....subscribe.delta_spool import DeltaSpool
 from ....subscribe.tensor_table import TensorTable, load_table
 from ..ranks import agree, failed_ranks, share, sum_of
+from .layout_update import Layout
 from .live_staging import LiveStaging
 from .live_weights import LiveWeights
 from .ownership import replicas_agree
@@ -25,6 +26,9 @@ from .peers import PeerBases
 from .update_types import LiveVersion, SwapOutcome
 
 logger = logging.getLogger("vllm.deltawire")
+
+_MOST_NAMED = 20
+"""The status names at most this many modules."""
 
 
 class LiveUpdates:
@@ -174,6 +178,7 @@ class LiveUpdates:
             "commit": None if version is None else version.ref.commit,
             "digest": None if self._digest is None else self._digest.hex(),
             "tensors": dict(kinds),
+            "modules": modules_of(layout),
             "staged_bytes": 0 if staged is None else staged.nbytes,
             **({} if self._peers is None else self._peers.status()),
         }
@@ -219,3 +224,22 @@ class LiveUpdates:
         except Exception:  # weights that cannot be checked are as unknown as wrong ones
             logger.exception("deltawire: the weights were not confirmed after a swap")
             self.weights.quarantine()
+
+
+def modules_of(layout: Layout | None) -> dict[str, Any]:
+    """Return how many modules follow updates in each way, and the names of some of them, with the reasons.
+
+    `loaded_anew` names modules that an update loads anew, each by itself. `whole_model` names modules whose change makes the sidecar load
+    the whole model.
+
+    Parameters
+    ----------
+    layout
+        The layout. None if it is not known.
+    """
+    rules = [] if layout is None else sorted(layout.modules.values(), key=lambda rule: rule.name)
+    return {
+        "counts": dict(Counter(rule.how for rule in rules)),
+        "loaded_anew": {rule.name: rule.reason for rule in [each for each in rules if each.how == "load_anew"][:_MOST_NAMED]},
+        "whole_model": {rule.name: rule.reason for rule in [each for each in rules if each.how == "refuse"][:_MOST_NAMED]},
+    }

@@ -24,7 +24,7 @@ from ....subscribe.tensor_table import TensorSpec, TensorTable
 from ....tensors.gpu_handover import on_side_stream, synchronize_streams
 from ....tensors.state import state_digest
 from ..layout.types import ModuleRule, Scatter
-from .layout_update import BaseSource, Layout, LayoutUpdate, base_of
+from .layout_update import BaseSource, Layout, LayoutUpdate, ModuleLoad, base_of
 from .ownership import Blocks, Owned, find_owned
 from .update_types import Agree, Digests, LiveVersion, Outcome, StagedUpdate, SwapOutcome
 
@@ -66,6 +66,9 @@ class LiveWeights:
     reprocess
         Processes a module again that is computed from changed weights, without any effect on it. Gets the module's rule, and a function
         that returns a new tensor of the chain. Returns what changes in the module's memory. None if no module can be processed again.
+    load
+        Prepares to load a module anew within a swap. Gets the same arguments, and a function that returns a tensor of the live version.
+        None if no module can be loaded anew.
     confirm
         What is checked within a swap.
     threads
@@ -80,6 +83,7 @@ class LiveWeights:
         source: BaseSource | None = None,
         recompute: Callable[[Sequence[ModuleRule]], None] | None = None,
         reprocess: Callable[[ModuleRule, Callable[[str], torch.Tensor]], Sequence[Scatter]] | None = None,
+        load: Callable[[ModuleRule, Callable[[str], torch.Tensor], Callable[[str], torch.Tensor]], ModuleLoad] | None = None,
         confirm: Confirm = "auto",
         threads: int | None = None,
     ) -> None:
@@ -88,6 +92,7 @@ class LiveWeights:
         self._source = source
         self._recompute = recompute
         self._reprocess = reprocess
+        self._load = load
         self._confirm = confirm
         self._threads = threads
         self.version: LiveVersion | None = None
@@ -235,16 +240,24 @@ class LiveWeights:
             raise BaseMismatch(f"{hop.target.describe()} is relative to {hop.base.describe()}, which is not the version of the weights.")
         if (reason := self.why_not) is not None:
             raise EngineRefused(f"the weights cannot be updated where they are: {reason}.")
-        update = LayoutUpdate(self.layout, self._source, threads=self._threads)
-        difference = Digest()
+        update, difference = self._decode(version, hop, read)
+        while failed := self._process_again(update):
+            for name, error in failed.items():
+                self.layout.load_anew(name, f"it cannot be processed while the server runs: {error}")
+            update, difference = self._decode(version, hop, read)  # again, because other changes must be known now
+        return StagedUpdate(hop, update if hop.files else None, version.digest, version.digest + difference, update.nbytes)
+
+    def _decode(self, version: LiveVersion, hop: DeltaHop, read: Callable[[FileEntry], DeltaBytes]) -> tuple[LayoutUpdate, Digest]:
+        """Return the changes of a hop, and the difference that they make to the digest of the whole state."""
+        assert self.layout is not None
+        update, difference = LayoutUpdate(self.layout, self._source, threads=self._threads), Digest()
         for entry in hop.files:
             before, after = update.add(self._covered(entry), read(entry))
             difference += after - before
         update.complete()
         if version.digest + difference != hop.target.digest:
             raise ResultMismatch(f"the files of {hop.target.describe()} do not lead to its digest {hop.target.digest}.")
-        self._process_again(update)
-        return StagedUpdate(hop, update if hop.files else None, version.digest, version.digest + difference, update.nbytes)
+        return update, difference
 
     def swap(self, staged: StagedUpdate, agree: Agree) -> SwapOutcome:
         """Write a staged update, together with all other workers. Never raises.
@@ -263,6 +276,9 @@ class LiveWeights:
         times["total_ms"] = (time.perf_counter() - began) * 1e3
         if outcome == "quarantined":
             self.quarantine()
+        for name, reason in ({} if staged.update is None else staged.update.unfit).items():
+            assert self.layout is not None
+            self.layout.refuse(name, reason)  # only now, because the rules of this update were needed to undo it
         return SwapOutcome(outcome, "; ".join(errors) or None, times)
 
     def check_direct(self) -> None:
@@ -288,6 +304,7 @@ class LiveWeights:
             return "refused"
         update, attempts = staged.update, len(errors)
         if update is not None:
+            times["modules_loaded_anew"] = update.loaded
             with _noting(errors):
                 self._write(update, times)
                 with _timed(times, "confirm_ms"):
@@ -324,38 +341,52 @@ class LiveWeights:
             synchronize_streams(self._direct)  # other workers may read this memory as soon as all have agreed
 
     def _rules(self, update: LayoutUpdate) -> list[ModuleRule]:
-        """Return the rules of modules that depend on changed tensors. Raises `EngineRefused` if one of them must be loaded anew."""
+        """Return the rules of modules that depend on changed tensors. Raises `EngineRefused` if the whole model must be loaded anew."""
         assert self.layout is not None
         for name in sorted(update.touched):
             if self._is_lost(self.layout, name):
-                raise EngineRefused(f"tensor {name!r} must be loaded anew: {self.layout.tensors[name].reason}")
+                raise EngineRefused(f"all weights must be loaded anew, because of tensor {name!r}: {self.layout.tensors[name].reason}")
         names = {module for name in update.touched for module in self.layout.tensors[name].modules}
         rules = [self.layout.modules[name] for name in sorted(names)]
         for rule in rules:
             if not self._can_follow(rule):
-                raise EngineRefused(f"module {rule.name!r} must be loaded anew: {rule.reason}")
+                raise EngineRefused(f"all weights must be loaded anew, because of module {rule.name!r}: {rule.reason}")
         return rules
 
     def _can_follow(self, rule: ModuleRule) -> bool:
-        """Return whether a module can be brought up to date without being loaded anew."""
-        return (rule.how == "recompute" and self._recompute is not None) or (rule.how == "reprocess" and self._reprocess is not None)
+        """Return whether a module can be brought up to date by itself."""
+        ways = {"recompute": self._recompute, "reprocess": self._reprocess, "load_anew": self._load}
+        return ways.get(rule.how) is not None
 
     def _is_lost(self, layout: Layout, name: str) -> bool:
-        """Return whether a tensor is not in memory in any form that an update can write, so that a change of it must be loaded anew."""
+        """Return whether a change of a tensor needs all weights to be loaded anew, because no module can take it by itself."""
         tensor = layout.tensors[name]
         if tensor.kind != "module":
             return False
-        return not tensor.modules or any(layout.modules[module].how != "reprocess" or self._reprocess is None for module in tensor.modules)
+        return not tensor.modules or not all(self._can_follow(layout.modules[module]) for module in tensor.modules)
 
-    def _process_again(self, update: LayoutUpdate) -> None:
-        """Process modules again that are computed from changed tensors, and add what changes in their memory to the update."""
-        rules = [rule for rule in self._rules(update) if rule.how == "reprocess"]
-        if rules and self._reprocess is not None:
-            with on_side_stream(self._direct) as wait:
-                for rule in rules:
-                    update.add_scatters(self._reprocess(rule, update.new_tensor))
-                wait()
+    def _process_again(self, update: LayoutUpdate) -> dict[str, str]:
+        """Process modules again that are computed from changed tensors, and add what changes in their memory to the update.
+
+        Modules that are loaded anew are added too. Returns the modules whose processing failed, with the error.
+        """
+        failed: dict[str, str] = {}
+        rules = self._rules(update)
+        with on_side_stream(self._direct) as wait:
+            for rule in rules:
+                if rule.how == "load_anew" and self._load is not None:
+                    update.add_load(rule.name, self._load(rule, update.new_tensor, update.old_tensor))
+                elif rule.how == "reprocess" and self._reprocess is not None:
+                    try:
+                        update.add_scatters(self._reprocess(rule, update.new_tensor))
+                    except Exception as error:
+                        if self._load is None:
+                            raise
+                        logger.exception("deltawire: module %s cannot be processed while the server runs", rule.name)
+                        failed[rule.name] = f"{type(error).__name__}: {error}"
+            wait()
         update.forget_inputs()
+        return failed
 
     def _run_rules(self, update: LayoutUpdate) -> None:
         rules = [rule for rule in self._rules(update) if rule.how == "recompute"]

@@ -2,5 +2,6 @@
 
 recompute.py      computes such tensors again, in the memory that they have
 module_shell.py   copies of modules, on which vLLM's processing runs without any effect on the live model
-load_module.py    loads one module anew
+load_module.py    loads modules anew
+reachable.py      finds the tensors and helpers of a module
 """

@@ -7,13 +7,12 @@ the kernels of that are copies too, because processing keeps results in them.
 from __future__ import annotations
 
 import copy
-import enum
-import inspect
-import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from .reachable import is_state
 
 _FORGOTTEN = ("moe_kernel", "moe_quant_config")
 """Attributes of a method that processing sets. If they are set, vLLM takes the call for a reload, and leaves some processing out."""
@@ -83,22 +82,6 @@ def process(shell: Any, vllm_config: Any) -> None:
         torch.set_default_dtype(default)
 
 
-def tensors_of(module: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module, of its quantisation method and of the kernels of that, by paths such as `quant_method.kernel.scale`.
-
-    Tensors of child modules are not included.
-    """
-    found = dict(_tensors_in(vars(module), "", set(), _DEPTH))
-    for held in (module._parameters, module._buffers):
-        found |= {name: tensor for name, tensor in held.items() if tensor is not None}
-    return {name: tensor for name, tensor in found.items() if tensor.device.type != "meta"}
-
-
-def numbers_of(module: Any) -> dict[str, float]:
-    """Return the numbers that a module holds as plain attributes."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float))}
-
-
 def _both(module: Any, info: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     return zip((module._parameters, module._buffers), info.restore_metadata, strict=True)
 
@@ -123,7 +106,7 @@ def _copied(value: Any, copies: dict[int, Any], depth: int) -> Any:
     """Return a copy of a tensor, of a container, or of an object and of what it holds. Modules, functions and all else are shared."""
     if id(value) in copies:
         return copies[id(value)]
-    if _is_tensor(value):
+    if isinstance(value, torch.Tensor):
         found = copies[id(value)] = _clone(value)
         return found
     if type(value) in (dict, list, set):
@@ -138,26 +121,3 @@ def _copied_state(value: Any, copies: dict[int, Any], depth: int) -> Any:
     parts = {name: None if name in _FORGOTTEN else _copied(part, copies, depth - 1) for name, part in vars(value).items()}
     object.__setattr__(found, "__dict__", parts)  # also if it is frozen
     return found
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def is_state(value: Any) -> bool:
-    """Return whether a value is a method, a kernel, or a similar object.
-
-    Groups of ranks are none, and objects that free something at their end are none: the end of a copy would free what the live module uses.
-    """
-    is_object = hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType, torch.nn.Module, enum.Enum))
-    is_foreign = type(value).__module__.startswith(("torch.", "builtins", "vllm.config", "vllm.distributed", "transformers."))
-    return is_object and not inspect.isroutine(value) and not is_foreign and not hasattr(value, "__del__")
-
-
-def _tensors_in(attributes: dict[str, Any], path: str, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, value in attributes.items():
-        if _is_tensor(value):
-            yield path + name, value
-        elif depth and is_state(value) and id(value) not in seen:
-            seen.add(id(value))
-            yield from _tensors_in(vars(value), f"{path}{name}.", seen, depth - 1)

@@ -8,13 +8,12 @@ reprocess
     A copy of the module gets the new raw tensors, and vLLM's processing runs on it while the server generates. The results are written in
     the swap: fp8 weights that share one scale after loading, global scales of nvfp4.
 
-Modules with which neither works are loaded anew (load_module.py), or updates that change them are refused.
+Modules with which neither works are loaded anew (load_module.py), within the swap.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -22,20 +21,22 @@ import torch
 
 from ....errors import EngineQuarantined, EngineRefused
 from ..layout.types import ModuleRule, Scatter, TensorLayout
-from .module_shell import make_shell, numbers_of, process, raw_of, tensors_of
+from .module_shell import make_shell, process, raw_of
+from .reachable import numbers_of, put, states_of, tensors_of
 
 ARITHMETIC = "arithmetic"
 """The class of an output that is computed from a parameter, and cannot be found in it unit by unit."""
 FAILED = "failed"
-"""The class of all outputs of a module whose processing fails on a copy."""
+"""The class of all outputs of a module whose processing fails on a copy that has no real weights."""
+UNSAFE = "unsafe"
+"""The class of all outputs of a module whose processing on a copy changes the live module."""
+LOST = "lost"
+"""The class of a parameter that processing does not keep in any tensor."""
 
-_ONLINE = {"OnlineLinearBase", "OnlineMoEMethodBase"}
-"""Methods that quantise weights after loading."""
 _WITH_NUMBERS = {"BaseKVCacheMethod"}
 """Methods that keep results as numbers of Python, which a copy cannot bring into a live module."""
-_HIDDEN = {"dnnl_handler", "w13_precision_config", "w2_precision_config"}
-"""Attributes that hold weights or scales in objects of other libraries."""
-
+_HIDDEN = {"dnnl_handler"}
+"""Attributes that hold weights or scales in objects of other libraries, where they cannot be read."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -50,26 +51,26 @@ def rule_for(module: Any, name: str, classes: Mapping[tuple[str, str], str], *, 
     name
         Its name in the model.
     classes
-        The class of each output, by parameter and output.
+        The class of each output, by parameter and output. Empty for a module that depends only on weights of others.
     inputs
         The tensors of the chain that the module depends on.
     """
     found = tuple(inputs)
-    if derived_from(module):
+    if not classes and derived_from(module):
         return ModuleRule(name, "recompute", found, "its tensors are computed from the weights of another module")
     method = getattr(module, "quant_method", None)
     bases = {base.__name__ for base in type(method).__mro__}
     kind = type(method).__name__
     if moves_experts(module):
         return ModuleRule(name, "refuse", found, "expert load balancing (EPLB) moves its experts while the server runs")
-    if bases & _ONLINE:
-        return ModuleRule(name, "load_anew", found, f"{kind} quantises weights after loading")
     if bases & _WITH_NUMBERS:
         return ModuleRule(name, "load_anew", found, f"{kind} keeps scales as numbers")
-    if FAILED in classes.values():
-        return ModuleRule(name, "load_anew", found, f"the processing of {kind} fails on a copy of the module")
-    if hidden := _hidden_state(module):
+    if UNSAFE in classes.values():
+        return ModuleRule(name, "load_anew", found, f"the processing of {kind} on a copy changes the live module")
+    if hidden := hidden_state(module):
         return ModuleRule(name, "load_anew", found, f"{kind} keeps results in {hidden}")
+    if lost := sorted(parameter for (parameter, _), kind_of_output in classes.items() if kind_of_output == LOST):
+        return ModuleRule(name, "load_anew", found, f"{kind} does not keep {lost[0]} in a tensor")
     computed = sorted({output for (_, output), kind_of_output in classes.items() if kind_of_output == ARITHMETIC})
     return ModuleRule(name, "reprocess", found, f"{kind} computes {', '.join(computed) or 'its tensors'}")
 
@@ -135,8 +136,7 @@ def kept_memory(name: str, module: Any) -> Iterator[None]:
     for path, tensor in before.items():
         if after[path].data_ptr() != tensor.data_ptr():
             tensor.data.copy_(after[path])
-            owner, _, attribute = path.rpartition(".")
-            setattr(functools.reduce(getattr, filter(None, owner.split(".")), module), attribute, tensor)
+            put(module, tuple(path.split(".")), tensor)
 
 
 def reprocess(module: Any, raw: Mapping[str, torch.Tensor], vllm_config: Any) -> Mapping[str, torch.Tensor]:
@@ -165,8 +165,7 @@ def reprocess(module: Any, raw: Mapping[str, torch.Tensor], vllm_config: Any) ->
             tensor.data.zero_()
     process(shell, vllm_config)
     live, found = tensors_of(module), tensors_of(shell)
-    unfit = sorted(name for name in {*live, *found} if not _fits(live.get(name), found.get(name)))
-    if unfit:
+    if unfit := _unfit(live, found):
         raise EngineRefused(f"processing gives {unfit[0]!r} of {type(module).__name__} another shape or type than it has in memory.")
     numbers = numbers_of(module)
     changed = sorted(name for name, value in numbers_of(shell).items() if numbers.get(name) != value)
@@ -222,7 +221,7 @@ def changed_units(module: Any, results: Mapping[str, torch.Tensor], *, skipped: 
     seen: set[tuple[Any, ...]] = set()
     for path, live in tensors_of(module).items():
         place = (live.data_ptr(), live.shape, live.stride())
-        if place in seen or live.numel() == 0 or live.untyped_storage().data_ptr() in skipped:
+        if path not in results or place in seen or live.numel() == 0 or live.untyped_storage().data_ptr() in skipped:
             continue
         seen.add(place)
         kind = _INTEGERS[live.element_size()]
@@ -240,8 +239,16 @@ def _fits(live: torch.Tensor | None, new: torch.Tensor | None) -> bool:
     return live is not None and new is not None and (live.shape, live.dtype) == (new.shape, new.dtype)
 
 
-def _hidden_state(module: Any) -> str | None:
-    """Return an attribute of a module or of its method that holds weights in a form which cannot be read. None if there is none."""
-    method = module.quant_method
-    owners = [module, method, *vars(method).values()]
-    return next((name for owner in owners for name in sorted(_HIDDEN) if getattr(owner, name, None) is not None), None)
+def _unfit(live: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the paths of results that do not fit the live tensors. A second path to memory that is known by another one is not needed."""
+    both = live.keys() & found.keys()
+    unfit = sorted(path for path in both if not _fits(live[path], found[path]))
+    for tensors in (live, found):
+        known = {tensors[path].untyped_storage().data_ptr() for path in both}
+        unfit += sorted(path for path in tensors.keys() - both if tensors[path].untyped_storage().data_ptr() not in known)
+    return unfit
+
+
+def hidden_state(module: Any) -> str | None:
+    """Return an attribute of a module or of a helper that holds weights in a form which cannot be read. None if there is none."""
+    return next((name for owner in states_of(module) for name in sorted(_HIDDEN) if getattr(owner, name, None) is not None), None)
