@@ -212,7 +212,7 @@ def test_weights_that_a_late_check_does_not_confirm_quarantine_the_worker(
         may_check.wait()
         if how == "unreadable":
             raise RuntimeError("the device is lost")
-        next(iter(weights._direct.values())).neg_()
+        next(iter(weights._direct_tensors.by_name.values())).neg_()
         check(weights)
 
     with loaded.active():

@@ -30,6 +30,8 @@ from deltawire.engines.vllm.live.live_weights import LiveWeights  # noqa: E402
 from deltawire.engines.vllm.live.ownership import replicas_agree  # noqa: E402
 from deltawire.engines.vllm.live.update_types import SwapOutcome  # noqa: E402
 from deltawire.errors import BaseMismatch, CorruptDelta, EngineQuarantined, EngineRefused, ResultMismatch, TensorsTied  # noqa: E402
+from deltawire.tensors import columns  # noqa: E402
+from deltawire.tensors.bits import named_bits  # noqa: E402
 
 
 @pytest.fixture(params=["host", "gpu"])
@@ -83,6 +85,26 @@ def test_temporary_tensors_are_freed_when_their_file_is_decoded(worker: FakeWork
     assert len(alive) == 3
     assert not [each for each in alive if each() is not None]
     assert worker.weights.swap(staged, alone).outcome == "made"
+    assert worker.held() == worker.expected()
+
+
+@pytest.mark.usefixtures("device")
+def test_an_update_does_not_look_at_each_direct_tensor_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would need long for thousands of tensors, and generation would wait for it."""
+    worker = FakeWorker(more={f"a{number:02}": (16, 16) for number in range(75)})
+    looked: list[str] = []
+
+    def counted(name: str, tensor: Any) -> Any:
+        looked.append(name)
+        return named_bits(name, tensor)
+
+    monkeypatch.setattr(columns, "named_bits", counted)
+    staged = worker.weights.stage(worker.step(), worker.read)
+    assert len([name for name in looked if name.startswith("a")]) < 50  # some for each file, and all of a file with other tensors
+    looked.clear()
+    monkeypatch.setattr(worker.weights, "_rules", None)  # found out while it was staged
+    assert worker.weights.swap(staged, alone).outcome == "made"
+    assert len([name for name in looked if name.startswith("a")]) <= 1
     assert worker.held() == worker.expected()
 
 

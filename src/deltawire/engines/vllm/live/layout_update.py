@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,10 +28,12 @@ from ....format.delta_file import Coverage, DeltaBytes
 from ....format.digest import Digest
 from ....format.records.record_parts import CommitRef
 from ....subscribe.tensor_table import TensorTable
+from ....tensors.columns import Columns
 from ....tensors.gpu_handover import on_side_stream
 from ....tensors.state import codec_for, state_digest, thread_count
 from ....tensors.torch_types import gpu_of, to_torch, torch_dtype
 from ..layout.types import ModuleRule, Nest, Scatter, TensorLayout
+from .direct_tensors import DirectTensors
 
 _TOGETHER = 16
 """The number of files that a GPU decodes with one call."""
@@ -112,15 +114,18 @@ class LayoutUpdate:
         How this worker holds the tensors.
     source
         Has the tensors that the worker cannot read from its own memory. None if there are none.
+    direct
+        The direct tensors of the layout.
     threads
         Number of threads for decoding on the host. None means one per core.
     """
 
-    def __init__(self, layout: Layout, source: BaseSource | None = None, *, threads: int | None = None) -> None:
+    def __init__(self, layout: Layout, source: BaseSource | None, direct: DirectTensors, *, threads: int | None = None) -> None:
         self._layout = layout
         self._source = source
+        self._direct_tensors = direct
         self._threads = thread_count(threads)
-        self._tied = tied_tensors(layout.tensors)
+        self._tied = direct.tied
         self._direct: Resolution | None = None
         """The changes of files that change only direct tensors, if they are decoded one by one."""
         self._waiting: list[GroupedPlan] = []
@@ -140,6 +145,8 @@ class LayoutUpdate:
         """The number of elements that the update changes."""
         self.touched: set[str] = set()
         """The tensors that change."""
+        self.recomputes: Sequence[ModuleRule] = ()
+        """The rules of modules that are recomputed when the update is written."""
         self.kept: dict[str, list[TensorPatch]] = {}
         """The changes of tensors that came from the source. A tensor may change in several files."""
         self._input_changes: dict[str, list[Changes]] = {}
@@ -164,13 +171,13 @@ class LayoutUpdate:
             The bytes of the delta file.
         """
         with on_side_stream(_some_memory(self._layout.tensors)) as wait:
-            bases = {name: self._base(name) for name in names}
+            bases = self._direct_tensors.part(names) or {name: self._base(name) for name in names}
             file = delta_file.parse(delta, names=bases)
             if file.structure.added or file.structure.removed:
                 raise CorruptDelta("the delta adds or removes tensors, but an update in memory can only change values.")
             plan = plan_delta(bases, file)
             cover(self._coverage, plan)
-            if all(self._is_plain(tensor.name) for tensor in plan.tensors):
+            if self._plain.issuperset(_names_of(plan)):
                 self._add_direct(plan)
                 self.direct_change += file.after - file.before
             else:
@@ -320,10 +327,12 @@ class LayoutUpdate:
         memory = next(iter(_some_memory(self._layout.tensors).values()), None)
         return base_of(layout, name, self._source, device=torch.device("cpu") if memory is None else memory.device)
 
-    def _is_plain(self, name: str) -> bool:
-        """Return whether a tensor is direct, and the codec writes it by itself."""
-        layout = self._layout.tensors[name]
-        return layout.direct is not None and len(layout.placements) <= 1 and name not in self._sharing and name not in self._inputs
+    @functools.cached_property
+    def _plain(self) -> frozenset[str]:
+        """The direct tensors that the codec writes by itself."""
+        apart = self._sharing | self._inputs
+        tensors = self._layout.tensors
+        return frozenset(name for name in self._direct_tensors.by_name if len(tensors[name].placements) <= 1 and name not in apart)
 
     @functools.cached_property
     def _sharing(self) -> frozenset[str]:
@@ -334,6 +343,8 @@ class LayoutUpdate:
     def _inputs(self) -> frozenset[str]:
         """Tensors that modules are processed or loaded from again. Their changes must be known."""
         again = {name for name, rule in self._layout.modules.items() if rule.how in ("reprocess", "load_anew")}
+        if not again:
+            return frozenset()
         return frozenset(name for name, layout in self._layout.tensors.items() if again.intersection(layout.modules))
 
     def _add_direct(self, plan: Plan) -> None:
@@ -375,7 +386,7 @@ class LayoutUpdate:
         codec = codec_for(plan.tensors)
         on_device = any(gpu_of(base) is not None for base in bases.values())
         if on_device:  # the host's codec would keep what is not written, and lists take no more memory there
-            plan.writes[:] = [self._is_plain(tensor.name) for tensor in plan.tensors]
+            plan.writes[:] = [name in self._plain for name in _names_of(plan)]
         resolution = codec.deferred_resolution(self._threads) if plan.writes.any() else codec.resolution(self._threads, 2**63)
         resolve_plan(plan, resolution, codec, self._threads, None)
         listed = np.flatnonzero((plan.changed[: len(plan.tensors)] > 0) & ~plan.writes).tolist()
@@ -422,7 +433,8 @@ class LayoutUpdate:
     def _note(self, plan: Plan) -> None:
         held = len(plan.tensors)
         changed = plan.changed[:held]
-        self.touched.update(plan.tensors[number].name for number in np.flatnonzero(changed).tolist())
+        names = _names_of(plan)
+        self.touched.update(names[number] for number in np.flatnonzero(changed).tolist())
         self.changed += int(changed.sum())
         self.nbytes += int((np.where(plan.writes, changed, 0) * (4 + itemsizes_of(plan.tensors))).sum())
 
@@ -442,24 +454,9 @@ def base_of(layout: TensorLayout, name: str, source: BaseSource | None, *, devic
     return to_torch(found) if device is None else to_torch(found).to(device, copy=True)
 
 
-def tied_tensors(tensors: Mapping[str, TensorLayout]) -> dict[str, str]:
-    """Return the names of tensors that have the same memory as an earlier one, each with the name of that one."""
-    first_at: dict[object, str] = {}
-    found: dict[str, str] = {}
-    for name, layout in tensors.items():
-        for memory in _memory_of(layout):
-            first = first_at.setdefault(memory, name)
-            if first != name:
-                found.setdefault(name, first)
-    return found
-
-
-def _memory_of(layout: TensorLayout) -> Iterator[object]:
-    if layout.direct is not None:
-        yield layout.direct.data_ptr(), layout.direct.nbytes
-    elif layout.kind == "mapped" or layout.kind == "partial":
-        for placement in layout.placements:
-            yield placement.memory.data_ptr(), placement.nests
+def _names_of(plan: Plan) -> Sequence[str]:
+    """Return the names of the tensors of a plan. A name can be there several times, for parts of a tensor."""
+    return plan.tensors.layout.names if isinstance(plan.tensors, Columns) else [tensor.name for tensor in plan.tensors]
 
 
 def _some_memory(tensors: Mapping[str, TensorLayout]) -> dict[str, torch.Tensor]:

@@ -54,6 +54,9 @@ class LiveUpdates:
         self._digest: Digest | None = None
         """The digest of what this worker owns. None if it is not known."""
         self._replicated: Mapping[tuple[int, ...], Digest] = {}
+        self._kinds: Counter[str] = Counter()
+        """The number of tensors of each kind in the layout `_counted`."""
+        self._counted: Layout | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -171,13 +174,15 @@ class LiveUpdates:
     def status(self) -> dict[str, Any]:
         """Return the state of the updates, in JSON's types."""
         staged, version, layout = self._staging.staged, self.weights.version, self.weights.layout
-        kinds = Counter(tensor.kind for tensor in layout.tensors.values()) if layout is not None else Counter[str]()
+        if layout is not self._counted:  # generation waits for each status
+            self._counted = layout
+            self._kinds = Counter() if layout is None else Counter(tensor.kind for tensor in layout.tensors.values())
         return {
             "live": self.why_not is None,
             "why_not": self.why_not,
             "commit": None if version is None else version.ref.commit,
             "digest": None if self._digest is None else self._digest.hex(),
-            "tensors": dict(kinds),
+            "tensors": dict(self._kinds),
             "modules": modules_of(layout),
             "staged_bytes": 0 if staged is None else staged.nbytes,
             **({} if self._peers is None else self._peers.status()),

@@ -24,6 +24,7 @@ from ....subscribe.tensor_table import TensorSpec, TensorTable
 from ....tensors.gpu_handover import on_side_stream, synchronize_streams
 from ....tensors.state import state_digest
 from ..layout.types import ModuleRule, Scatter
+from .direct_tensors import DirectTensors
 from .layout_update import BaseSource, Layout, LayoutUpdate, ModuleLoad, base_of
 from .ownership import Blocks, Owned, find_owned
 from .update_types import Agree, Digests, LiveVersion, Outcome, StagedUpdate, SwapOutcome
@@ -105,7 +106,7 @@ class LiveWeights:
         self.table: TensorTable | None = None
         """The tensors of the chain whose layout was learnt."""
         self._names: Sequence[str] = ()
-        self._direct: Mapping[str, torch.Tensor] = {}
+        self._direct_tensors = DirectTensors({})
         self._is_quick = True
         """True if the digest of the direct tensors is computed within each swap."""
         self._unreadable: str | None = None
@@ -129,9 +130,10 @@ class LiveWeights:
         self.table = self.layout = None
         layout = self._learn_layout(table)
         self.table, self._names = table, list(table)
-        self._direct = {name: tensor.direct for name, tensor in layout.tensors.items() if tensor.direct is not None}
-        limit = {tensor.device: _QUICK_BYTES.get(tensor.device.type, 0) for tensor in self._direct.values()}
-        self._is_quick = sum(tensor.nbytes for tensor in self._direct.values()) <= min(limit.values(), default=0)
+        self._direct_tensors = DirectTensors(layout.tensors)
+        direct = self._direct_tensors.by_name.values()
+        limit = {tensor.device: _QUICK_BYTES.get(tensor.device.type, 0) for tensor in direct}
+        self._is_quick = sum(tensor.nbytes for tensor in direct) <= min(limit.values(), default=0)
         self._unreadable = None
         self.layout = layout
         if alone:
@@ -177,9 +179,10 @@ class LiveWeights:
     def digest(self) -> Digests:
         """Read all weights, in the layout of the checkpoint, and return their digests. A GPU works on a separate stream."""
         assert self.layout is not None
-        with on_side_stream(self._direct) as wait:
+        with on_side_stream(self._direct_tensors.state) as wait:
             self._direct_digest, self._mapped_digest = self._digest_direct(), Digest()
-            foreign = {name: tensor for name, tensor in self._direct.items() if not self._owned[name].blocks and name not in self._unheld}
+            direct = self._direct_tensors.by_name
+            foreign = {name: tensor for name, tensor in direct.items() if not self._owned[name].blocks and name not in self._unheld}
             owned = self._direct_digest - state_digest(foreign, threads=self._threads)
             replicated: dict[tuple[int, ...], Digest] = {}
             for name, tensor in self.layout.tensors.items():
@@ -245,12 +248,15 @@ class LiveWeights:
             for name, error in failed.items():
                 self.layout.load_anew(name, f"it cannot be processed while the server runs: {error}")
             update, difference = self._decode(version, hop, read)  # again, because other changes must be known now
-        return StagedUpdate(hop, update if hop.files else None, version.digest, version.digest + difference, update.nbytes)
+        update.recomputes = [rule for rule in self._rules(update) if rule.how == "recompute"]
+        target = LiveVersion(hop.target.ref(record_hash(hop.target.to_bytes())), version.digest + difference)
+        return StagedUpdate(hop, update if hop.files else None, version.digest, target, update.nbytes)
 
     def _decode(self, version: LiveVersion, hop: DeltaHop, read: Callable[[FileEntry], DeltaBytes]) -> tuple[LayoutUpdate, Digest]:
         """Return the changes of a hop, and the difference that they make to the digest of the whole state."""
         assert self.layout is not None
-        update, difference = LayoutUpdate(self.layout, self._source, threads=self._threads), Digest()
+        update = LayoutUpdate(self.layout, self._source, self._direct_tensors, threads=self._threads)
+        difference = Digest()
         for entry in hop.files:
             before, after = update.add(self._covered(entry), read(entry))
             difference += after - before
@@ -286,7 +292,7 @@ class LiveWeights:
 
         A swap calls it by itself if that is quick. Otherwise `is_unconfirmed` is True, and it must be called afterwards.
         """
-        with on_side_stream(self._direct) as wait:
+        with on_side_stream(self._direct_tensors.state) as wait:
             found = self._digest_direct()
             wait()
         if found != self._direct_digest:
@@ -299,7 +305,7 @@ class LiveWeights:
         with _timed(times, "agree_ms"), _noting(errors):
             self._check_ready(staged)
         with _timed(times, "agree_ms"):
-            failed = _ask(agree, staged.after, errors)
+            failed = _ask(agree, staged.target.digest, errors)
         if failed:
             return "refused"
         update, attempts = staged.update, len(errors)
@@ -320,7 +326,7 @@ class LiveWeights:
         with _noting(errors):
             update.revert()
             self._run_rules(update)
-            synchronize_streams(self._direct)
+            synchronize_streams(self._direct_tensors.state)
             self._check(update, new=False)
         failed = _ask(agree, None, errors, since=attempts)
         return "quarantined" if failed else "refused"
@@ -338,7 +344,7 @@ class LiveWeights:
             update.apply()
         with _timed(times, "recompute_ms"):
             self._run_rules(update)
-            synchronize_streams(self._direct)  # other workers may read this memory as soon as all have agreed
+            synchronize_streams(self._direct_tensors.state)  # other workers may read this memory as soon as all have agreed
 
     def _rules(self, update: LayoutUpdate) -> list[ModuleRule]:
         """Return the rules of modules that depend on changed tensors. Raises `EngineRefused` if the whole model must be loaded anew."""
@@ -372,7 +378,7 @@ class LiveWeights:
         """
         failed: dict[str, str] = {}
         rules = self._rules(update)
-        with on_side_stream(self._direct) as wait:
+        with on_side_stream(self._direct_tensors.state) as wait:
             for rule in rules:
                 if rule.how == "load_anew" and self._load is not None:
                     update.add_load(rule.name, self._load(rule, update.new_tensor, update.old_tensor))
@@ -389,9 +395,8 @@ class LiveWeights:
         return failed
 
     def _run_rules(self, update: LayoutUpdate) -> None:
-        rules = [rule for rule in self._rules(update) if rule.how == "recompute"]
-        if rules and self._recompute is not None:
-            self._recompute(rules)
+        if update.recomputes and self._recompute is not None:
+            self._recompute(update.recomputes)
 
     def _check(self, update: LayoutUpdate, *, new: bool) -> None:
         """Raise `ResultMismatch` unless the weights are the new ones, or else exactly the old ones."""
@@ -409,9 +414,7 @@ class LiveWeights:
                 raise ResultMismatch("tensors that are not in checkpoint layout have wrong values in memory.")
 
     def _note_made(self, staged: StagedUpdate) -> None:
-        target, update = staged.hop.target, staged.update
-        assert target.digest is not None
-        self.version = LiveVersion(target.ref(record_hash(target.to_bytes())), target.digest)
+        self.version, update = staged.target, staged.update
         if update is not None:
             self._direct_digest += update.direct_change
             self._mapped_digest += update.mapped_change
@@ -420,7 +423,7 @@ class LiveWeights:
             self.is_unconfirmed = self._confirm == "written" or (self._confirm == "auto" and not self._is_quick)
 
     def _digest_direct(self) -> Digest:
-        return state_digest(self._direct, threads=self._threads)
+        return state_digest(self._direct_tensors.state, threads=self._threads)
 
     def _hold_unreadable(self, layout: Layout) -> str | None:
         """Let the source get hold of the tensors that cannot be read from memory. Returns why that is impossible, or None."""

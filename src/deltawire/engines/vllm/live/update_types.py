@@ -58,8 +58,8 @@ class StagedUpdate:
         The changes. None if the hop has no files, and only the version changes.
     before
         The digest of the whole state that it was decoded against.
-    after
-        The digest of the whole state that it leads to. Every worker decodes whole tensors, so all workers have the same.
+    target
+        The version that it leads to. Every worker decodes whole tensors, so all workers find the same digest.
     nbytes
         The memory that the changes occupy.
     """
@@ -67,7 +67,7 @@ class StagedUpdate:
     hop: DeltaHop
     update: LayoutUpdate | None
     before: Digest
-    after: Digest
+    target: LiveVersion
     nbytes: int
 
 

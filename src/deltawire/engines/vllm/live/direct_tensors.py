@@ -1,0 +1,68 @@
+"""The tensors that a worker holds as the checkpoint has them, in a form that updates use without looking at each of them again.
+
+Facts about many tensors take long to find out in Python, and a server generates with the same Python process. So they are found out once,
+when the layout has been learnt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from ....tensors.bits import State
+from ....tensors.columns import ColumnState, in_columns
+from ..layout.types import TensorLayout
+
+
+class DirectTensors:
+    """The direct tensors of a layout. They must neither move nor be replaced while this is in use.
+
+    Parameters
+    ----------
+    tensors
+        The layout of each tensor of the chain, in the order of names.
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorLayout]) -> None:
+        self.by_name: Mapping[str, torch.Tensor] = {name: layout.direct for name, layout in tensors.items() if layout.direct is not None}
+        self.state: State = in_columns(dict(self.by_name)) if self.by_name else {}
+        """The same tensors, in columns if possible."""
+        self.tied = tied_tensors(tensors)
+        """The names of tensors that have the same memory as an earlier one, each with the name of that one."""
+        held = self.state.columns.layout.names if isinstance(self.state, ColumnState) else []
+        self._numbers = {name: number for number, name in enumerate(held)}
+        self._names = held
+
+    def part(self, names: Sequence[str]) -> State | None:
+        """Return some of the tensors in columns. None if one of them is not direct, or if they are not in columns.
+
+        Parameters
+        ----------
+        names
+            Their names, ascending. They must follow one another in the chain.
+        """
+        first = self._numbers.get(names[0]) if names else None
+        if first is None or not isinstance(self.state, ColumnState) or self._names[first : first + len(names)] != list(names):
+            return None
+        return self.state.part(first, len(names))
+
+
+def tied_tensors(tensors: Mapping[str, TensorLayout]) -> dict[str, str]:
+    """Return the names of tensors that have the same memory as an earlier one, each with the name of that one."""
+    first_at: dict[object, str] = {}
+    found: dict[str, str] = {}
+    for name, layout in tensors.items():
+        for memory in _memory_of(layout):
+            first = first_at.setdefault(memory, name)
+            if first != name:
+                found.setdefault(name, first)
+    return found
+
+
+def _memory_of(layout: TensorLayout) -> Iterator[object]:
+    if layout.direct is not None:
+        yield layout.direct.data_ptr(), layout.direct.nbytes
+    elif layout.kind == "mapped" or layout.kind == "partial":
+        for placement in layout.placements:
+            yield placement.memory.data_ptr(), placement.nests
