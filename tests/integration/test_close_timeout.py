@@ -12,10 +12,12 @@ from support import copied
 from test_sharded_publisher import states
 from threads_as_ranks import run_ranks, shards_of
 
-from deltawire.errors import CloseTimeout, Fenced, PublisherClosed
+from deltawire import start_delta
+from deltawire.errors import CloseTimeout, CommitOutcomeUnknown, Fenced, OutcomeUnknown, PublisherClosed
 from deltawire.publish import WriterOptions
 from deltawire.publish.sharded import ShardedPublisher
 from deltawire.publish.shortcuts.cadence import AnchorPolicy
+from deltawire.publish.time_limit import TimeLimit
 from deltawire.store.memory import MemoryStore
 from deltawire.warnings import VersionsLost
 
@@ -42,6 +44,38 @@ class Stuck(MemoryStore):
         super().put(key, data, **options)
 
 
+class InDoubt(MemoryStore):
+    """A user's own store. It loses the answers about commits (`is_lost`), or never answers before `free` is set (`is_silent`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free, self.reached = threading.Event(), threading.Event()
+        self.is_lost = self.is_silent = False
+
+    def put_if_absent(self, key, data):
+        self._ask(key)
+        super().put_if_absent(key, data)
+
+    def get(self, key, **options):
+        self._ask(key)
+        return super().get(key, **options)
+
+    def _ask(self, key):
+        if key.startswith("commit/") and self.is_silent:
+            self.reached.set()
+            assert self.free.wait(PATIENCE)
+        elif key.startswith("commit/") and self.is_lost:
+            raise OutcomeUnknown("the answer was lost.")
+
+
+@pytest.fixture
+def in_doubt(monkeypatch):
+    monkeypatch.setattr("deltawire.store.create_rule._FIRST_PAUSE", 0.0)
+    store = InDoubt()
+    yield store
+    store.free.set()
+
+
 @pytest.fixture
 def stuck():
     made = []
@@ -65,7 +99,8 @@ def test_close_names_the_version_that_is_not_published_if_the_store_never_answer
     chain.close()  # it is closed
     with pytest.raises(PublisherClosed):
         chain.publish(Training().step())
-    assert not pending.done()
+    with pytest.raises(CloseTimeout, match="so step 3 is not published"):
+        pending.result()  # it does not wait for ever
     # The end of the process does not wait for it again.
     chain._background.wait_until_idle(FOREVER)
     for pool in chain._pools:
@@ -76,8 +111,9 @@ def test_close_names_the_version_that_is_not_published_if_the_store_never_answer
     training, expected = Training(), {}
     with publisher(store) as again:
         store.free.set()
+        chain._background._thread.join(PATIENCE)
         with pytest.raises(Fenced):
-            pending.result(PATIENCE)
+            pending.result()
         for _ in range(2):
             version = again.publish(training.step())
             expected[version.seq] = copied(training.state)
@@ -151,3 +187,82 @@ def test_a_limit_is_a_positive_number():
     for seconds in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="close_timeout is a positive number"):
             WriterOptions(close_timeout=seconds)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_close_gives_up_a_store_that_never_says_whether_the_last_commit_landed(in_doubt, background):
+    training, expected = Training(), {}
+    chain = publisher(in_doubt, background=background, close_timeout=0.01)
+    in_doubt.is_lost = True
+
+    def publish():
+        version = chain.publish(training.step(), step=3)
+        version.result(PATIENCE)  # in the background
+
+    with pytest.raises(CommitOutcomeUnknown):
+        publish()
+    in_doubt.is_silent = True
+    with pytest.raises(CloseTimeout, match=r"within 0\.01 seconds, so it is not known whether step 3 is published"):
+        chain.close()
+    chain.close()
+    in_doubt.is_lost = in_doubt.is_silent = False
+    with publisher(in_doubt) as again:
+        in_doubt.free.set()  # the late answer does no harm
+        version = again.publish(training.step())
+        expected[version.seq] = copied(training.state)
+    assert_chain_holds(in_doubt, expected)
+
+
+def test_processes_give_up_a_store_that_never_says_whether_the_last_commit_landed(in_doubt):
+    (state,) = states(1)
+
+    def work(rank):
+        chain = ShardedPublisher(rank, in_doubt, options=WriterOptions(close_timeout=0.01))
+        in_doubt.is_lost = True
+        with pytest.raises(CommitOutcomeUnknown):
+            chain.publish(shards_of(state, rank.rank, rank.size))
+        in_doubt.is_silent = True
+        with pytest.raises(CloseTimeout, match=r"within 0\.01 seconds, so it is not known whether the last version is published"):
+            chain.close()
+        chain.close()
+
+    assert run_ranks(1, work) == [None]
+
+
+def test_an_error_of_the_store_while_the_last_commit_is_settled_is_raised(in_doubt):
+    chain = publisher(in_doubt, close_timeout=PATIENCE)
+    in_doubt.is_lost = True
+    for work in (lambda: chain.publish(Training().step()), chain.close):
+        with pytest.raises(CommitOutcomeUnknown):
+            work()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_calls_may_wait_for_ever(background):
+    store, training = MemoryStore(), Training()
+    with publisher(store, background=background) as chain:
+        version = chain.publish(training.step())
+        if background:
+            assert version.result(math.inf) is not None
+        chain.flush(math.inf)
+        assert chain.version is not None
+    (state,) = states(1)
+
+    def work(rank):
+        with ShardedPublisher(rank, MemoryStore()) as chain:
+            chain.publish(shards_of(state, rank.rank, rank.size))
+            chain.flush(math.inf)
+
+    assert run_ranks(1, work) == [None]
+    assert start_delta(state, state).result(math.inf)
+
+
+def test_the_time_that_is_left(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("deltawire.publish.time_limit.monotonic", lambda: now[0])
+    limit = TimeLimit(5)
+    now[0] = 103.0
+    assert limit.left == 2.0
+    now[0] = 106.0
+    assert limit.left == 0.0
+    assert TimeLimit(None).left is TimeLimit(math.inf).left is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import CloseTimeout, StoreUnavailable
+from deltawire.publish.closing import Closing
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.quantise.quantise import quantise_state
 from deltawire.store import open_store
@@ -228,12 +230,37 @@ def test_close_says_that_a_part_is_not_published_if_the_store_never_answers():
     publisher = FSDPPublisher(Stuck(), background=True, options=WriterOptions(threads=1, close_timeout=0.01))
     pending = publisher.publish({"x": torch.arange(300.0, dtype=torch.bfloat16)})
     assert reached.wait(LONGEST)
+    thread = publisher._thread
     with pytest.raises(CloseTimeout, match=r"within 0\.01 seconds, so rank 0's part of a version is not published"):
         publisher.close()
     publisher.close()
-    assert not pending.done()
+    with pytest.raises(CloseTimeout):
+        pending.result()  # it does not wait for ever
     free.set()
-    pending._event.wait(LONGEST)  # its thread ends before the process group does
+    thread.join(LONGEST)  # its thread ends before the process group does
+
+
+@pytest.mark.usefixtures("alone")
+def test_closing_has_one_time_limit_and_a_flush_may_have_none(monkeypatch):
+    """The time in which the version is finished counts, so that little is left for skips and anchors."""
+    import torch
+
+    from deltawire.publish import time_limit
+    from deltawire.trainers import FSDPPublisher
+
+    now, left = [100.0], []
+    monkeypatch.setattr(time_limit, "monotonic", lambda: now[0])
+    publisher = FSDPPublisher(MemoryStore(), background=True, options=WriterOptions(threads=1, close_timeout=50.0))
+    publisher.publish({"x": torch.arange(300.0, dtype=torch.bfloat16)})
+    publisher.flush(math.inf)
+
+    def finish(self, limit=None):
+        now[0] += 30.0
+
+    monkeypatch.setattr(FSDPPublisher, "_wait_for_version", finish)
+    monkeypatch.setattr(Closing, "end_threads", lambda self, *_: left.append(self.left))
+    publisher.close()
+    assert left == [20.0]
 
 
 @pytest.mark.usefixtures("alone")

@@ -10,6 +10,9 @@ from ..tensors.casting import WireDType
 from ..tensors.gpu_handover import GpuHandover
 from .encode import encode_delta
 
+_LONGEST = threading.TIMEOUT_MAX / 2
+"""A longer time, such as infinity, is no limit. Python raises OverflowError if a thread is to wait for so long."""
+
 
 class PendingDelta:
     """A delta that a separate thread makes; on a GPU it uses a separate stream, so that the caller's streams go on.
@@ -46,9 +49,9 @@ class PendingDelta:
         Parameters
         ----------
         timeout
-            Seconds after which `TimeoutError` is raised; None waits for ever.
+            Seconds after which `TimeoutError` is raised; None or infinity waits for ever.
         """
-        return self._future.result(timeout)
+        return self._future.result(None if timeout is not None and timeout > _LONGEST else timeout)
 
 
 def start_delta(base: State, new: State, *, dtype: WireDType | None = None, threads: int | None = None) -> PendingDelta:

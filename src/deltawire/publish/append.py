@@ -166,6 +166,14 @@ class Appender:
         self._unsettled = None
         self._writer.announce()
 
+    @property
+    def in_doubt(self) -> str | None:
+        """The name of the version whose commit may or may not have landed. None if there is none."""
+        if self._unsettled is None:
+            return None
+        commit = self._unsettled.attempt.commit
+        return f"commit {commit.seq}" if commit.step is None else f"step {commit.step}"
+
     def needs(self, state: State) -> bool:
         """Tell whether memory of an owned state is still needed: by the baseline, or by a commit whose outcome is unknown."""
         ours = [self._unsettled.arrays if self._unsettled else None, self.baseline.arrays if self.baseline else None]

@@ -20,6 +20,7 @@ from .closing import Closing
 from .publication import Publication
 from .quantising import quantise, refuse_nonfinite_sources
 from .snapshots import SnapshotMemory, copy_tensors
+from .time_limit import TimeLimit
 
 
 class PendingVersion:
@@ -37,6 +38,7 @@ class PendingVersion:
         self.name = "a version" if step is None else f"step {step}"
         """Its name in messages."""
         self._event = threading.Event()
+        self._lock = threading.Lock()
         self._version: Version | None = None
         self._error: BaseException | None = None
         self._on_raised = on_raised
@@ -57,23 +59,34 @@ class PendingVersion:
     def result(self, timeout: float | None = None) -> Version | None:
         """Wait for the version and return it. Returns None if a newer state was published instead of this one.
 
-        Raises the error that the publication failed with, or TimeoutError.
+        Raises the error that the publication failed with, or TimeoutError. If the publisher was closed before the version was published, it
+        raises `CloseTimeout`; a later call returns the version if it is published all the same.
 
         Parameters
         ----------
         timeout
-            The longest time to wait, in seconds. None: wait as long as it takes.
+            The longest time to wait, in seconds. None or infinity: wait as long as it takes.
         """
-        if not self._event.wait(timeout):
+        if not self._event.wait(TimeLimit(timeout).left):
             raise TimeoutError(f"the version is not published after {timeout} seconds.")
-        if self._error is not None:
-            self._on_raised(self._error)
-            raise self._error
-        return self._version
+        with self._lock:
+            version, error = self._version, self._error
+        if error is not None:
+            self._on_raised(error)
+            raise error
+        return version
 
     def _resolve(self, version: Version | None = None, error: BaseException | None = None) -> None:
-        self._version, self._error = version, error
-        self._event.set()
+        with self._lock:
+            self._version, self._error = version, error
+            self._event.set()
+
+    def _give_up(self, error: BaseException) -> None:
+        """Let `result` raise an error unless the outcome is known. The outcome still counts if it comes later."""
+        with self._lock:
+            if not self._event.is_set():
+                self._error = error
+                self._event.set()
 
 
 @dataclass(slots=True)
@@ -207,7 +220,11 @@ class BackgroundQueue:
             with self._changed:
                 self._is_abandoned = True
                 error = self._error
-            raise closing.timeout(what) from error
+                handles = [snapshot.handle for snapshot in (self._publishing, self._waiting) if snapshot is not None]
+            late = closing.timeout(what)
+            for handle in handles:
+                handle._give_up(late)
+            raise late from error
         self._raise_error()
 
     def _run(self) -> None:

@@ -7,7 +7,6 @@ the version, make shortcuts. Without `background` the calling thread does all of
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -45,6 +44,7 @@ from .shortcuts.shortcut_writer import ShortcutWriter
 from .shortcuts.upkeep import Upkeep
 from .snapshots import SnapshotDevice, SnapshotMemory, copy_tensors
 from .take_over import TakeOver
+from .time_limit import TimeLimit
 from .upload.segments import TensorTable
 from .upload.upload_pool import UploadPool
 from .version_writer import VersionWriter
@@ -259,13 +259,13 @@ class Publisher:
         Parameters
         ----------
         timeout
-            The longest time to wait, in seconds, before it raises TimeoutError. None: wait as long as it takes.
+            The longest time to wait, in seconds, before it raises TimeoutError. None or infinity: wait as long as it takes.
         """
         self._check_open()
-        deadline = None if timeout is None else time.monotonic() + timeout
+        limit = TimeLimit(timeout)
         if self._background is not None:
-            self._background.flush(timeout)
-        self._jobs.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self._background.flush(limit.left)
+        self._jobs.wait(limit.left)
 
     def collect(self, *, grace: float, dry_run: bool = False) -> Collected:
         """Delete data that no reader needs any more. See `deltawire.chain.maintenance.collect`.
@@ -284,8 +284,8 @@ class Publisher:
         """Publish everything that was accepted, finish the shortcuts that are due, and release all resources. It may be called twice.
 
         Raises background errors that were not raised yet, after everything is closed. Raises `CloseTimeout` if the store does not finish
-        within `WriterOptions.close_timeout`. If a signal handler calls it in the middle of `publish`, it returns at once; the
-        publisher closes when that publication ends.
+        within `WriterOptions.close_timeout`, also if it does not say whether the last commit landed. If a signal handler calls it in the
+        middle of `publish`, it returns at once; the publisher closes when that publication ends.
         """
         self._close(settle=True)
 
@@ -414,8 +414,8 @@ class Publisher:
             try:
                 if self._background is not None:
                     self._background.close(closing)
-                if settle:
-                    self._appender.settle()
+                if settle and (version := self._appender.in_doubt) is not None:
+                    closing.run(self._appender.settle, version)
             finally:
                 closing.end_threads(self._jobs, self._pools, self.version, self._on_event)
 

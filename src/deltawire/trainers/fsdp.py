@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import math
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +36,7 @@ from ..publish.attachments.read_files import Attachments
 from ..publish.sharded import ShardedPublisher
 from ..publish.sharded.ranks import together
 from ..publish.snapshots import SnapshotDevice, copy_tensors, new_array
+from ..publish.time_limit import TimeLimit
 from ..quantise import Recipe
 from ..store import Store
 from ..store.base import Buffer
@@ -164,7 +164,7 @@ class FSDPPublisher:
         meta
             Further strings that are recorded with the version.
         """
-        self._wait_for_version(None)
+        self._wait_for_version()
         state = module_state(model) if isinstance(model, torch.nn.Module) else model
         if self._dtype is None and not self._is_quantised and self._publisher.version is None and self._ranks.rank == 0:
             known = {name: _dtype_of(tensor) for name, tensor in state.items()}
@@ -215,17 +215,17 @@ class FSDPPublisher:
         Parameters
         ----------
         timeout
-            The longest time to wait, in seconds, before it raises TimeoutError. None: wait as long as it takes.
+            The longest time to wait, in seconds, before it raises TimeoutError. None or infinity: wait as long as it takes.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        self._wait_for_version(timeout)
-        self._publisher.flush(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        limit = TimeLimit(timeout)
+        self._wait_for_version(limit)
+        self._publisher.flush(limit.left)
 
-    def _wait_for_version(self, timeout: float | None) -> None:
+    def _wait_for_version(self, limit: TimeLimit | None = None) -> None:
         if self._thread is not None:
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                raise TimeoutError(f"the publication is not done after {timeout} seconds")
+            self._thread.join(None if limit is None else limit.left)
+            if limit is not None and self._thread.is_alive():
+                raise TimeoutError(f"the publication is not done after {limit.seconds} seconds")
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -245,13 +245,16 @@ class FSDPPublisher:
             self._thread.join(closing.left)
         forget(self)
         if what := self.unpublished():  # its thread may be talking to the other ranks
-            self._thread = self._pending = None
+            pending, self._thread, self._pending = self._pending, None, None
             self._publisher.abandon(closing)
-            raise closing.timeout(what)
+            late = closing.timeout(what)
+            if pending is not None:
+                pending._give_up(late)
+            raise late
         try:
-            self._wait_for_version(None)
+            self._wait_for_version()
         finally:
-            self._publisher.close()
+            self._publisher.close_within(closing)
 
     def __enter__(self) -> FSDPPublisher:
         return self
@@ -260,15 +263,17 @@ class FSDPPublisher:
         if error is None:
             self.close()
             return
-        waiting = self.unpublished()
+        waiting, closing = self.unpublished(), self._publisher.start_closing()
         try:  # all ranks have begun this publication, so they can finish it; but some of them may have died
-            self._wait_for_version(EXIT_SECONDS)
+            self._wait_for_version(TimeLimit(EXIT_SECONDS if closing.left is None else min(EXIT_SECONDS, closing.left)))
         except Exception as lost:
             if lost is not error:
                 warn_lost(waiting or "a version", str(lost), self.on_event, raised=error)
         finally:
             forget(self)
-            self._publisher.__exit__(kind, error, traceback)
+            if self._pending is not None:
+                self._pending._give_up(closing.timeout(waiting))
+            self._publisher.abandon(closing)
 
     def _forget(self) -> None:
         """Forget the publication after its error was raised, so that it is raised once."""

@@ -27,6 +27,7 @@ from ..commits import check_meta, check_step
 from ..quantising import Quantising
 from ..shortcuts.job_thread import JobThread
 from ..snapshots import SnapshotDevice
+from ..time_limit import TimeLimit
 from ..upload.segments import TensorTable
 from ..upload.upload_pool import UploadPool
 from ..writer_options import WriterOptions
@@ -267,23 +268,33 @@ class ShardedPublisher:
         Parameters
         ----------
         timeout
-            The longest time to wait, in seconds, before it raises TimeoutError. None: wait as long as it takes.
+            The longest time to wait, in seconds, before it raises TimeoutError. None or infinity: wait as long as it takes.
         """
         if not self._closed:
-            self._jobs.wait(timeout)
+            self._jobs.wait(TimeLimit(timeout).left)
 
     def close(self) -> None:
         """Find out whether the last commit landed, finish the skips and anchors that are due, and release all resources.
 
-        All processes call it. It may be called twice. After `WriterOptions.close_timeout` it gives up skips and anchors that are not done.
+        All processes call it. It may be called twice. After `WriterOptions.close_timeout` it gives up skips and anchors that are not done,
+        and raises `CloseTimeout` if it is not known then whether the last commit landed.
+        """
+        self.close_within(self.start_closing())
+
+    def close_within(self, closing: Closing) -> None:
+        """Do what `close` does, in the time that is left.
+
+        Parameters
+        ----------
+        closing
+            The time that is left.
         """
         if self._closed:
             return
         self._closed = True
-        closing = self.start_closing()
         with self._opened:
             try:
-                self._appender.settle(None)
+                closing.run(lambda: self._appender.settle(None), "the last version")
             finally:
                 closing.end_threads(self._jobs, self._pools, self.version, self._on_event)
 
