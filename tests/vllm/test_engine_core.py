@@ -21,7 +21,15 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from deltawire.engines.vllm import QUARANTINED_LABEL, engine_core
-from deltawire.engines.vllm.engine_core import NEEDED, NEEDED_BY_LOOP, NEEDED_OF_SCHEDULER, engine_state, install, swap_between_steps
+from deltawire.engines.vllm.engine_core import (
+    NEEDED,
+    NEEDED_BY_LOOP,
+    NEEDED_OF_SCHEDULER,
+    engine_state,
+    install,
+    swap_between_steps,
+    used_adapters,
+)
 
 
 class SchedulerDouble:
@@ -205,6 +213,16 @@ def test_only_our_calls_are_treated_in_another_way(monkeypatch: pytest.MonkeyPat
     assert core.collective_rpc("deltawire_status") == [{"method": "deltawire_status", "args": (), "one_call": True}]
     assert core.collective_rpc("deltawire_swap", None, (7, "7", "keep", False)) == [(7, "7", "keep", False)]
     assert inspect.signature(Core.collective_rpc) == inspect.signature(PlainCore.collective_rpc)
+
+
+def test_adapters_are_in_use_while_requests_wait_or_run() -> None:
+    core: Any = CoreDouble()
+    assert used_adapters(core) == []  # a vLLM whose scheduler keeps requests in another way
+    with_adapter = SimpleNamespace(lora_request=SimpleNamespace(lora_path="/a/math-v1"))
+    core.scheduler.requests = {"1": with_adapter, "2": SimpleNamespace(lora_request=None), "3": with_adapter}
+    assert used_adapters(core) == [{"used": ["/a/math-v1"], "asleep": False}]
+    core.vllm_config.parallel_config.data_parallel_size = 2
+    assert used_adapters(core) == []
 
 
 def test_this_vllm_has_what_a_swap_in_one_call_needs() -> None:

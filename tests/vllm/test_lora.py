@@ -3,57 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import urllib.error
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from live_server import LiveServer
+from lora_server import FILES, Clock, Server
 from support import bits_of
-from tiny_checkpoints import HEAD, HEADS, HIDDEN, TinyModel
 
-from deltawire.engines.vllm.driver.lora import CONFIG, WEIGHTS, LoraAdapters, adapter_name, base_digest, split_adapter_name
-from deltawire.engines.vllm.driver.routes import RouteFailed
-from deltawire.engines.vllm.driver.sidecar import Sidecar
+from deltawire.engines.vllm.driver.lora import CONFIG, WEIGHTS, LoraAdapters, adapter_name, split_adapter_name
 from deltawire.errors import EngineRefused, SpoolError
 from deltawire.events import Event
 from deltawire.format.checkpoints.checkpoint import Checkpoint
-
-FILES = {CONFIG: json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16}).encode()}
-
-
-class Server:
-    """Loads adapters as vLLM does: a name only once, and only if the files are there."""
-
-    def __init__(self, most: int | None = 4) -> None:
-        self.most = most
-        self.loaded: dict[str, str] = {"other": "/elsewhere"}
-        self.calls: list[str] = []
-        self.refuses = False
-
-    def adapters(self) -> dict[str, str]:
-        return dict(self.loaded)
-
-    def most_adapters(self) -> int | None:
-        return self.most
-
-    def load_adapter(self, name: str, folder: str) -> None:
-        if self.refuses or name in self.loaded:
-            raise RouteFailed("/v1/load_lora_adapter", 400, "rank 64 is greater than max_lora_rank 16")
-        assert json.loads((Path(folder) / CONFIG).read_bytes())["r"] == 8
-        Checkpoint(Path(folder) / WEIGHTS)
-        self.loaded[name] = folder
-        self.calls.append(f"+{name}")
-
-    def unload_adapter(self, name: str) -> None:
-        if name not in self.loaded:
-            raise RouteFailed("/v1/unload_lora_adapter", 404, "cannot be found")
-        del self.loaded[name]
-        self.calls.append(f"-{name}")
 
 
 def version(seed: int, *bundles: str, base: int = 0) -> dict[str, Any]:
@@ -71,65 +33,141 @@ def bundle_of(state: dict[str, Any], bundle: str) -> dict[str, Any]:
     return {name.partition(":")[2]: array for name, array in state.items() if name.startswith(f"{bundle}:")}
 
 
+def folders(place: Path) -> set[str]:
+    """Return the adapters that have a directory."""
+    return {path.name.rpartition(".")[0] for path in place.iterdir()}
+
+
 def test_each_version_is_an_adapter_of_its_own_and_old_ones_go(tmp_path: Path) -> None:
-    server = Server()
+    server, clock = Server(), Clock()
     events: list[Event] = []
-    adapters = LoraAdapters(server, tmp_path / "lora", max_staleness=1, on_event=events.append)
+    adapters = LoraAdapters(server, tmp_path / "lora", max_staleness=1, on_event=events.append, clock=clock)
     adapters.check()
     for number in range(1, 6):
         state = version(number, "math", "code-2")
         assert adapters.load(number, state, FILES) == [f"code-2-v{number}", f"math-v{number}"]
         for bundle in ("math", "code-2"):
-            held = Checkpoint(tmp_path / "lora" / f"{bundle}-v{number}" / WEIGHTS)
+            held = Checkpoint(Path(server.loaded[f"{bundle}-v{number}"]) / WEIGHTS)
             assert bits_of(held) == bits_of(bundle_of(state, bundle))
+        clock.now += 100
     kept = {f"{bundle}-v{number}" for bundle in ("math", "code-2") for number in (3, 4, 5)}
     assert server.loaded.keys() == kept | {"other"}
-    assert {path.name for path in (tmp_path / "lora").iterdir()} == kept
     assert server.calls[-4:] == ["+code-2-v5", "+math-v5", "-code-2-v2", "-math-v2"]  # the new ones first
     assert [event.name for event in events].count("adapter-unloaded") == 4
     before = list(server.calls)
     adapters.load(5, state, FILES)
     assert server.calls == before
+    assert folders(tmp_path / "lora") == kept
+
+
+def test_an_adapter_that_a_request_uses_stays_and_its_directory_too(tmp_path: Path) -> None:
+    """vLLM reads the directory again in the middle of a step. If it is gone, the engine ends."""
+    server, clock = Server(), Clock()
+    adapters = LoraAdapters(server, tmp_path, clock=clock)
+    adapters.load(1, version(1), FILES)
+    server.used = {"math-v1"}
+    for number in (2, 3, 7):  # versions may be skipped; the two newest that were loaded stay
+        adapters.load(number, version(number), FILES)
+        clock.now += 100
+    assert server.loaded.keys() == {"other", "math-v1", "math-v3", "math-v7"}
+    server.used = set()
+    adapters.tidy(["math"], 7)
+    assert server.loaded.keys() == {"other", "math-v3", "math-v7"}
+    assert folders(tmp_path) == {"math-v1", "math-v3", "math-v7"}  # a request may just be on its way
+    clock.now += 100
+    server.used = {"math-v1"}  # so it is
+    adapters.tidy(["math"], 7)
+    assert folders(tmp_path) == {"math-v1", "math-v3", "math-v7"}
+    server.used = set()
+    adapters.tidy(["math"], 7)
+    assert folders(tmp_path) == {"math-v3", "math-v7"}
+
+
+def test_directories_are_bounded_if_the_server_does_not_tell_what_it_uses(tmp_path: Path) -> None:
+    server, clock = Server(), Clock()
+    server.used = None
+    adapters = LoraAdapters(server, tmp_path, clock=clock)
+    for number in range(1, 15):
+        adapters.load(number, version(number), FILES)
+        clock.now += 1
+    assert server.loaded.keys() == {"other", "math-v13", "math-v14"}
+    assert folders(tmp_path) == {f"math-v{number}" for number in range(5, 15)}
 
 
 def test_a_restarted_server_or_sidecar_gets_what_it_lacks(tmp_path: Path) -> None:
     server = Server()
     LoraAdapters(server, tmp_path).load(7, version(7), FILES)
+    (folder,) = tmp_path.iterdir()
+    stamp = (folder / WEIGHTS).stat().st_mtime_ns
+    restarted, clock = Server(), Clock()
+    LoraAdapters(restarted, tmp_path).load(7, version(7), FILES)
+    assert restarted.calls == ["+math-v7"]
+    assert (folder / WEIGHTS).stat().st_mtime_ns == stamp  # it was read, and not written again
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    LoraAdapters(restarted, tmp_path).load(7, version(7), FILES)
+    assert restarted.calls == ["+math-v7", "-math-v7", "+math-v7"]
+    half_written = tmp_path / f"{folder.name.replace('v7', 'v6')}.part"  # by a process that was killed
+    half_written.mkdir()
+    adapters = LoraAdapters(restarted, tmp_path, clock=clock)
+    for number in (8, 9, 9):
+        adapters.load(number, version(number), FILES)
+        clock.now += 100
+    assert folders(tmp_path) == {"math-v8", "math-v9"}
+
+
+@pytest.mark.parametrize("damage", ["weights", "config", "short"])
+def test_a_directory_that_is_not_what_it_should_be_is_written_again(damage: str, tmp_path: Path) -> None:
+    LoraAdapters(Server(), tmp_path).load(7, version(7), FILES)
+    (folder,) = tmp_path.iterdir()
+    held = (folder / WEIGHTS).read_bytes()
+    if damage == "config":
+        (folder / CONFIG).write_bytes(FILES[CONFIG].replace(b"16", b"32"))
+    else:
+        (folder / WEIGHTS).write_bytes(held[:-1] + bytes([held[-1] ^ 1]) if damage == "weights" else held[:-9])
     restarted = Server()
     LoraAdapters(restarted, tmp_path).load(7, version(7), FILES)
     assert restarted.calls == ["+math-v7"]
-    for path in (tmp_path / "math-v7").iterdir():
-        path.unlink()
-    (tmp_path / "math-v7").rmdir()
-    LoraAdapters(restarted, tmp_path).load(7, version(7), FILES)
-    assert restarted.calls == ["+math-v7", "-math-v7", "+math-v7"]
-    for name in ("math-v9.part", "math-v6.part"):  # of a process that was killed
-        (tmp_path / name).mkdir()
-    LoraAdapters(restarted, tmp_path).load(9, version(9), FILES)
-    assert {path.name for path in tmp_path.iterdir()} == {"math-v9"}
+    assert (folder / WEIGHTS).read_bytes() == held
+    assert json.loads((folder / CONFIG).read_bytes())["lora_alpha"] == 16
 
 
-def test_adapters_are_unloaded_before_their_base_changes(tmp_path: Path) -> None:
-    server = Server()
-    adapters = LoraAdapters(server, tmp_path)
-    adapters.load(1, version(1), FILES)
-    assert base_digest(version(1)) == base_digest(version(2)) != base_digest(version(2, base=1))
-    adapters.before_swap(version(2, base=1))
-    assert server.loaded.keys() == {"other"}
-    assert not list(tmp_path.iterdir())
-    adapters.load(2, version(2, base=1), FILES)
-    assert server.calls == ["+math-v1", "-math-v1", "+math-v2"]
+def test_a_version_of_another_run_does_not_pass_for_the_one_with_its_number(tmp_path: Path) -> None:
+    """vLLM finds keys and values of a prompt by the name and the directory of the adapter."""
+    server, clock = Server(), Clock()
+    adapters = LoraAdapters(server, tmp_path, clock=clock)
+    for number in (1, 2, 3):
+        adapters.load(number, version(number), FILES)
+    old = server.loaded["math-v2"]
+    again = LoraAdapters(server, tmp_path, clock=clock)
+    again.load(1, version(11), FILES)
+    assert server.loaded.keys() == {"other", "math-v1", "math-v3"}
+    again.load(2, version(12), FILES)
+    assert server.loaded.keys() == {"other", "math-v1", "math-v2"}
+    assert server.loaded["math-v2"] != old
+    assert bits_of(Checkpoint(Path(server.loaded["math-v2"]) / WEIGHTS)) == bits_of(bundle_of(version(12), "math"))
+    before = server.loaded["math-v2"]
+    again.load(2, version(12), {CONFIG: FILES[CONFIG].replace(b"16", b"32")})  # alpha changes what the adapter computes
+    assert server.loaded["math-v2"] != before
 
 
 def test_an_adapter_that_another_client_has_unloaded_is_no_error(tmp_path: Path) -> None:
     server = Server()
     adapters = LoraAdapters(server, tmp_path)
-    adapters.load(1, version(1), FILES)
-    listed = server.adapters()
-    server.adapters = lambda: dict(listed)  # type: ignore[method-assign]
-    del server.loaded["math-v1"]
-    adapters.before_swap(version(1))
-    assert not list(tmp_path.iterdir())
+    for number in (1, 2):
+        adapters.load(number, version(number), FILES)
+    load = server.load_adapter
+
+    def load_and_unload(name: str, folder: str) -> None:
+        load(name, folder)
+        listed = server.adapters()
+        server.adapters = lambda: dict(listed)  # type: ignore[method-assign]
+        del server.loaded["math-v1"]
+
+    server.load_adapter = load_and_unload  # type: ignore[method-assign]
+    adapters.load(3, version(3), FILES)
+    assert server.loaded.keys() == {"other", "math-v2", "math-v3"}
 
 
 @pytest.mark.parametrize(("most", "staleness", "fits"), [(2, 0, True), (1, 0, False), (3, 2, False), (4, 2, True), (None, 9, True)])
@@ -190,79 +228,3 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_spool(tmp_path: Path
     (tmp_path / "file").touch()
     with pytest.raises(SpoolError):
         LoraAdapters(Server(), tmp_path / "file" / "lora").load(1, version(1), FILES)
-
-
-def tiny_adapter(strength: float) -> dict[str, Any]:
-    """Return an adapter of the tiny model's query projections. With strength 0 it changes nothing."""
-    rng = np.random.default_rng(3)
-    state: dict[str, Any] = {}
-    for layer in range(2):
-        prefix = f"math:base_model.model.model.layers.{layer}.self_attn.q_proj"
-        state[f"{prefix}.lora_A.weight"] = rng.normal(size=(8, HIDDEN)).astype(ml_dtypes.bfloat16)
-        state[f"{prefix}.lora_B.weight"] = (strength * rng.normal(size=(HEADS * HEAD, 8))).astype(ml_dtypes.bfloat16)
-    return state
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("DELTAWIRE_TEST_EVERY_SYNC"), reason="it takes a server of its own")
-def test_a_server_serves_several_versions_of_an_adapter_side_by_side(
-    start_run: Callable[..., Any], serve: Callable[..., LiveServer], tmp_path: Path
-) -> None:
-    run = start_run(TinyModel("dense"))
-    arguments = ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"]
-    server = serve(run.checkpoint, arguments=arguments, environment={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}).wait()
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none", "task_type": "CAUSAL_LM"}
-    files = {CONFIG: json.dumps(config).encode()}
-    with pytest.raises(EngineRefused, match="--max-loras 3 or more"):
-        LoraAdapters(server.routes, tmp_path / "lora", max_staleness=1).check()
-    adapters = LoraAdapters(server.routes, tmp_path / "lora")
-    adapters.check()
-    base = server.generate()
-    assert adapters.load(1, tiny_adapter(0.0), files) == ["math-v1"]
-    assert server.generate(model="math-v1") == base
-    adapters.load(2, tiny_adapter(3.0), files)
-    changed = server.generate(model="math-v2")
-    assert changed != base
-    assert server.generate(model="math-v1") == base == server.generate()
-    adapters.load(3, tiny_adapter(0.0), files)
-    assert server.routes.adapters().keys() == {"math-v2", "math-v3"}
-    assert server.generate(model="math-v2") == changed
-    assert server.generate(model="math-v3") == base
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        server.generate(model="math-v1")
-    wide = {CONFIG: json.dumps(config | {"r": 64}).encode()}
-    with pytest.raises(EngineRefused, match="rank"):
-        adapters.load(4, tiny_adapter(1.0), wide)
-    assert server.generate(model="math-v3") == base
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("DELTAWIRE_TEST_EVERY_SYNC"), reason="it takes two servers of its own")
-def test_the_base_of_an_adapter_is_updated_in_live_memory(
-    start_run: Callable[..., Any], serve: Callable[..., LiveServer], tmp_path: Path
-) -> None:
-    run = start_run(TinyModel("dense"))
-    run.publish(changed=False)
-    options = {
-        "arguments": ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"],
-        "environment": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
-    }
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none", "task_type": "CAUSAL_LM"}
-    files = {CONFIG: json.dumps(config).encode()}
-    server = serve(run.checkpoint, **options).wait()
-    adapters = LoraAdapters(server.routes, tmp_path / "lora")
-    adapters.load(1, tiny_adapter(3.0), files)
-    events: list[Event] = []
-    sidecar = Sidecar(server.url, run.store, tmp_path / "mirror", spool=tmp_path / "spool", on_event=events.append)
-    sidecar.step()
-    for number in (2, 3):
-        run.publish()
-        adapters.before_swap(tiny_adapter(3.0))
-        sidecar.step()
-        adapters.load(number, tiny_adapter(3.0), files)
-    sidecar.close()
-    assert [event.fields["live"] for event in events if event.name == "swapped"] == [1, 1]
-    fresh = serve(run.saved(), **options).wait()
-    LoraAdapters(fresh.routes, tmp_path / "fresh").load(3, tiny_adapter(3.0), files)
-    for model in ("tiny", "math-v3"):
-        assert server.generate(model=model) == fresh.generate(model=model)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..options.adapters import LoraOption, read_adapters, start_followers, with_adapters
 from ..options.chain import PinOption, RunOption, TrustOption, check_url, reader_options
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
 from ..output import figures
@@ -21,6 +24,7 @@ _LONGEST_ENDING = 60.0
 """The command ends at most this many seconds after a signal."""
 
 if TYPE_CHECKING:
+    from ...engines.vllm.driver.lora_follower import LoraFollower
     from ...engines.vllm.driver.sidecar import Sidecar
     from ...events import Event
 
@@ -58,9 +62,15 @@ def sidecar(
         str, typer.Option("--engine", metavar="URL", help="The URL of the vLLM server, such as http://127.0.0.1:8000.", show_default=False)
     ],
     source: Annotated[
-        str,
-        typer.Option("--from", metavar="URL", help="The chain's location, as for `follow`.", show_default=False, callback=check_url),
-    ],
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="URL",
+            help="The chain's location, as for `follow`. Only with --lora may it be left out.",
+            show_default=False,
+            callback=_check_source,
+        ),
+    ] = None,
     mirror: Annotated[
         Path | None,
         typer.Option(
@@ -104,6 +114,7 @@ def sidecar(
     swap: Annotated[
         SwapBy, typer.Option("--swap", help="Swap in one call if the server can, or always by vLLM's routes, which takes longer.")
     ] = SwapBy.call,
+    lora: LoraOption = None,
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="The name of this engine in the store.", show_default=False)
     ] = None,
@@ -128,40 +139,58 @@ def sidecar(
 
     The command prints a line per version. Ctrl-C and SIGTERM end it with code 0.
     """
+    adapters = read_adapters(lora)
+    if source is None and not adapters:
+        raise typer.BadParameter("name the chain of the weights with --from, or that of a LoRA adapter with --lora.", param_hint="--from")
     if no_mirror and (mirror is not None or updates is Updates.mirror):
         raise typer.BadParameter("--no-mirror cannot be combined with --mirror or --updates mirror.")
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
         from ...engines.base import KvCache
+        from ...engines.vllm.driver.lora_follower import following
         from ...engines.vllm.driver.sidecar import Sidecar, default_mirror
 
-        driver = Sidecar(
-            engine,
-            source,
-            None if no_mirror else mirror or default_mirror(source),
-            pause=pause.value,
-            kv_cache=KvCache(kv_cache.value),
-            confirm=confirm.value,
-            spool=spool,
-            live=updates is Updates.live,
-            one_call=swap is SwapBy.call,
-            options=reader_options(run, trust, reader=name, pin=pin),
-            threads=threads,
-            on_event=ending.with_output(_print_as_json if json else _Listener(verbose)),
+        on_event = ending.with_output(_print_as_json if json else _Listener(verbose))
+        followers = start_followers(adapters, engine, spool, reader_options(None, trust, reader=None, pin=pin), on_event)
+        driver = (
+            None
+            if source is None
+            else Sidecar(
+                engine,
+                source,
+                None if no_mirror else mirror or default_mirror(source),
+                pause=pause.value,
+                kv_cache=KvCache(kv_cache.value),
+                confirm=confirm.value,
+                spool=spool,
+                live=updates is Updates.live,
+                one_call=swap is SwapBy.call,
+                options=reader_options(run, trust, reader=name, pin=pin),
+                threads=threads,
+                on_event=on_event,
+            )
         )
         try:
-            with _answering(ready, driver):
-                driver.run(poll=poll)
+            with _answering(ready, driver, followers), following(followers, poll=poll):
+                driver.run(poll=poll) if driver is not None else threading.Event().wait()
         except KeyboardInterrupt:
             return
         finally:
-            driver.close()
+            if driver is not None:
+                driver.close()
 
 
-def _answering(address: str | None, driver: Sidecar) -> contextlib.AbstractContextManager[object]:
+def _check_source(url: str | None) -> str | None:
+    return None if url is None else check_url(url)
+
+
+def _answering(address: str | None, driver: Sidecar | None, followers: Sequence[LoraFollower]) -> contextlib.AbstractContextManager[object]:
     from ...engines.vllm.driver.readiness import ReadinessRoute
 
+    def check() -> tuple[bool, Mapping[str, Any]]:
+        return with_adapters((True, {}) if driver is None else driver.readiness(), followers)
+
     try:
-        return contextlib.nullcontext() if address is None else ReadinessRoute(address, driver.readiness)
+        return contextlib.nullcontext() if address is None else ReadinessRoute(address, check)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--ready") from error
 
@@ -199,6 +228,12 @@ class _Listener:
             self._notice(f"the server is not used yet: {fields['reason']}")
         elif event.name == "adopted":
             print_line(f"version {fields['updates']}  the server was started with it")
+        elif event.name == "adapter-loaded":
+            print_line(f"adapter {fields['adapter']}")
+        elif event.name == "adapter-failed":
+            self._notice(f"the adapter {fields['adapter']} is not at its newest version; will try again: {fields['reason']}")
+        elif event.name == "draft-kept":
+            self._notice(f"the draft model is not updated: {fields['reason']}")
         elif event.name == "mirror-used":
             self._notice(f"updates come from the mirror: {fields['reason']}")
         elif event.name == "attachments-changed":

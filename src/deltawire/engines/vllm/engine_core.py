@@ -32,6 +32,7 @@ from typing import Any
 from . import QUARANTINED_LABEL, engine_holds, engine_watch
 
 SWAP, STATUS, LEASE, QUARANTINE = "deltawire_swap", "deltawire_status", "deltawire_lease", "deltawire_quarantine"
+ADAPTERS = "deltawire_adapters"
 """The names of the calls that EngineCore treats in its own way. All others go to the workers unchanged."""
 
 NEEDED = ("collective_rpc", "set_weight_version", "get_weight_version", "reset_encoder_cache", "step", "step_with_batch_queue")
@@ -64,6 +65,8 @@ def install(core_class: type) -> bool:
         if method == LEASE:
             engine_holds.grant(core, float(args[0]))
             return []
+        if method == ADAPTERS:
+            return used_adapters(core)
         if method == QUARANTINE:
             return engine_watch.quarantine(core, str(args[0]))
         if method == "start_weight_update":
@@ -85,6 +88,21 @@ def engine_state(core: Any) -> dict[str, Any]:
     """Return what only EngineCore knows about a server. The status of each worker contains it."""
     state = {"one_call": can_swap(core), "paused": not _is_running(core), "asleep": bool(core.model_executor.is_sleeping)}
     return {**state, "held": engine_holds.held(core), "last_swap": getattr(core, "deltawire_last_swap", None)}
+
+
+def used_adapters(core: Any) -> list[dict[str, Any]]:
+    """Return the directories of LoRA adapters that requests use, running or waiting, and whether the engine is asleep.
+
+    The list is empty if this engine cannot tell.
+
+    vLLM returns the answer of one engine only, so engines with data parallelism cannot tell.
+    """
+    requests = getattr(core.scheduler, "requests", None)
+    if requests is None or not engine_holds.is_alone(core):
+        return []
+    adapters = [getattr(request, "lora_request", None) for request in requests.values()]
+    used = sorted({str(adapter.lora_path) for adapter in adapters if adapter is not None})
+    return [{"used": used, "asleep": bool(core.model_executor.is_sleeping)}]
 
 
 def can_swap(core: Any) -> bool:

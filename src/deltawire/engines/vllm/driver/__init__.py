@@ -7,6 +7,7 @@ routes.py         a client of the server's HTTP routes
 readiness.py      a route that tells load balancers whether the server serves a version of the chain
 token_route.py    the route that tells which weights made which token: its requests and answers
 lora.py           LoRA adapters of a chain, under the names of their versions
+lora_follower.py  follows the chain of an adapter, and loads each version into the server
 canary.py         checks after an update that decoding computes what prompts do
 generation.py     completions for a member of a fleet, from a server that the member drives
 """

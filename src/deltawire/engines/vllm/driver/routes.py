@@ -179,6 +179,32 @@ class VllmRoutes:
         except (RouteFailed, KeyError, TypeError, ValueError, AttributeError):
             return None
 
+    def used_adapters(self) -> frozenset[str] | None:
+        """Return the directories of the LoRA adapters that requests use at this moment. None if the server does not tell."""
+        answers = self._ask_for_adapters()
+        return frozenset(str(folder) for answer in answers for folder in answer["used"]) if answers else None
+
+    def is_asleep(self) -> bool:
+        """Return whether the server is asleep. A server without the backend `deltawire` also says so while it is paused."""
+        answers = self._ask_for_adapters()
+        if answers:
+            return any(answer["asleep"] for answer in answers)
+        try:
+            return bool(self._get("/is_sleeping")["is_sleeping"])
+        except (RouteFailed, KeyError, TypeError):  # a server without this route does not sleep
+            return False
+
+    def _ask_for_adapters(self) -> list[dict[str, Any]]:
+        """Ask EngineCore (engine_core.py). Returns an empty list if the server does not tell."""
+        try:
+            config = self._get("/server_info?config_format=json")["vllm_config"]["weight_transfer_config"]
+            if config["backend"] != "deltawire":  # the workers of another server do not know the call
+                return []
+            answers: list[dict[str, Any]] = self.call_workers("deltawire_adapters")
+            return answers if all({"used", "asleep"} <= answer.keys() for answer in answers) else []
+        except (RouteFailed, KeyError, TypeError, AttributeError):
+            return []
+
     def initialise(self, info: Mapping[str, Any]) -> None:
         """Tell all workers where versions come from. `InitInfo` in backend.py describes the fields."""
         self._post("/init_weight_transfer_engine", {"init_info": dict(info)})
