@@ -502,7 +502,7 @@ class EngineQuarantined(EngineError):
 
 
 class DecodingDiffers(EngineError):
-    """After an update, an engine computes other results for the tokens that it generates than for the same tokens in a prompt."""
+    """After an update, an engine generates other tokens, or other log-probs, than its weights make."""
 
     hint = "Restart the engine: its compiled graphs may read old memory, and loading weights again does not change that."
 

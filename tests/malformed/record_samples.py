@@ -9,6 +9,7 @@ import pytest
 
 from deltawire import Digest
 from deltawire.errors import CorruptRecord
+from deltawire.format.records.canary_records import CanaryRecord, RecordedTokens
 from deltawire.format.records.collection_records import Mark, Pin
 from deltawire.format.records.file_list import FileListRef
 from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, RecipeRecord, Signature, link_targets
@@ -66,6 +67,9 @@ LISTED_ANCHOR = dataclasses.replace(ANCHOR_2, files=(), file_list=LISTED)
 SKIP = Shortcut(ID, 3, ID, 1, CommitRef(8, HASH, DIGEST), CommitRef(4, OTHER, Digest()), 100, 4, DELTA.files, SIGNATURE)
 ANCHOR_SHORTCUT = dataclasses.replace(SKIP, base=None, files=CHECKPOINT, signature=None)
 LISTED_SKIP = dataclasses.replace(SKIP, files=(), file_list=LISTED)
+CANARY = CanaryRecord(
+    ID, ID, 1, CommitRef(8, HASH, DIGEST), (RecordedTokens((1, 2, 3), (4, 5), (-0.5, -1.25)), RecordedTokens((9,), (8,), (0.0,))), SIGNATURE
+)
 
 RECORDS = {
     "run": Run("my run", ID, 1, Limits(1, 2, 3)),
@@ -91,6 +95,7 @@ RECORDS = {
     "mark": Mark(ID, 2, 3, 40, ID, 1),
     "pin": Pin(ID, "host-1.reader_2", 9, 60),
     "head": Head(2**63 - 1),
+    "canary": CANARY,
 }
 
 

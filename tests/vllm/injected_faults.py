@@ -5,6 +5,8 @@
 {"apply": RANKS}          fails when an update of live memory is written
 {"killed-staging": RANKS} is killed while it decodes an update
 {"killed-written": RANKS} is killed when an update of live memory is written, and not confirmed yet
+{"late": RANKS}           has wrong weights when it confirms an update after the swap
+{"stale": RANKS}          uses other weights for decoding than for prompts, as CUDA graphs do that read old memory
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ def register() -> None:
     path = os.environ.get("DELTAWIRE_TEST_FAULTS")
     if path is None:
         return
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
     from deltawire.engines.vllm import loading
     from deltawire.engines.vllm.live.layout_update import LayoutUpdate
+    from deltawire.engines.vllm.live.live_weights import LiveWeights
     from deltawire.engines.vllm.mirror.element_map import MappedChanges
 
     if getattr(loading.load_all, "is_faulty", False):
         return
     write, load_all, apply, add = MappedChanges.write, loading.load_all, LayoutUpdate.apply, LayoutUpdate.add
+    check_direct, execute = LiveWeights.check_direct, GPUModelRunner.execute_model
 
     def fails(kind: str) -> bool:
         from vllm.distributed.parallel_state import get_world_group
@@ -59,6 +65,23 @@ def register() -> None:
         if fails("apply"):
             raise RuntimeError("injected: the update is written, but the worker fails")
 
+    def check_later(weights: LiveWeights) -> None:
+        if fails("late"):
+            next(iter(weights._direct.values())).neg_()
+        check_direct(weights)
+
+    def execute_stale(runner: Any, scheduled: Any, *arguments: Any, **options: Any) -> Any:
+        counts = scheduled.num_scheduled_tokens.values()
+        if not counts or any(count > 1 for count in counts) or not fails("stale"):
+            return execute(runner, scheduled, *arguments, **options)
+        weight = next(tensor for name, tensor in runner.model.named_parameters() if name.endswith("o_proj.weight"))
+        weight.data.neg_()
+        try:
+            return execute(runner, scheduled, *arguments, **options)
+        finally:
+            weight.data.neg_()
+
+    LiveWeights.check_direct, GPUModelRunner.execute_model = check_later, execute_stale  # type: ignore[method-assign]
     load_nothing.is_faulty = True  # type: ignore[attr-defined]
     LayoutUpdate.apply, LayoutUpdate.add = apply_and_fail, add_or_die  # type: ignore[method-assign]
     MappedChanges.write, loading.load_all = write_some, load_nothing  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from completions_double import CompletionsDouble
 
 from deltawire import Publisher
 from deltawire.chain.log import ChainLog
@@ -35,6 +36,7 @@ class ServerDouble:
         """True if deltas can be decoded against the live weights. None if the workers do not know of this."""
         self.asleep = self.held = False
         self.leases: list[tuple[float, bool]] = []
+        self.completions, self.completions_status = CompletionsDouble(), 500
         self.restart()
         self.calls: list[str] = []
         self.requests = 0
@@ -102,6 +104,21 @@ class ServerDouble:
         self._note(f"swap {kv_cache.value}{' anew' if anew else ''}")
         error = None if outcome == "made" else f"worker 0: {outcome}"
         return SwapAnswer(outcome, error, self.status(), 1.0, 2.0, 3, not self.paused)
+
+    def quarantine(self, reason: str) -> list[dict[str, Any]]:
+        self._note("quarantine")
+        self.worker |= {"seq": None, "quarantined": True, "error": reason}
+        self.name, self.paused = QUARANTINED_LABEL, self.one_call or self.paused
+        return self.status()
+
+    def model(self) -> str:
+        return "tiny"
+
+    def complete(self, body: dict[str, Any]) -> Any:
+        assert not self.paused, "a paused server does not answer"
+        if "complete" in self.failing:
+            raise RouteFailed("/v1/completions", self.completions_status, "broken")
+        return self.completions.complete(body)
 
     def initialise(self, info: dict[str, Any]) -> None:
         self.info = info

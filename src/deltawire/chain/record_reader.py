@@ -200,6 +200,10 @@ class RecordReader:
                 continue
         return -1
 
+    def object(self, key: str) -> bytes | None:
+        """Return the bytes of any record, or None if there is none. The caller checks them. Raises `CorruptRecord` if they are too many."""
+        return self._get(key)
+
     def _mark(self, key: str) -> Mark:
         mark = Mark.parse(self.store.get(key, limit=MAX_RECORD_BYTES))
         check_same_run(mark.id, self.run, key)

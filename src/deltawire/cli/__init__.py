@@ -23,6 +23,7 @@ import typer
 from .. import __version__
 from .commands import (
     apply,
+    canary,
     diff,
     fleet,
     follow,
@@ -65,6 +66,7 @@ app.command("publish", cls=PlainCommand, rich_help_panel=_CHAINS)(publish.publis
 app.command("pull", cls=PlainCommand, rich_help_panel=_CHAINS)(pull.pull)
 app.command("follow", cls=PlainCommand, rich_help_panel=_CHAINS)(follow.follow)
 app.command("sidecar", cls=PlainCommand, rich_help_panel=_CHAINS)(sidecar.sidecar)
+app.command("canary", cls=PlainCommand, rich_help_panel=_CHAINS)(canary.canary)
 app.command("log", cls=PlainCommand, rich_help_panel=_CHAINS)(log.log)
 app.command("show", cls=PlainCommand, rich_help_panel=_CHAINS)(show.show)
 app.command("verify", cls=PlainCommand, rich_help_panel=_CHAINS)(verify.verify)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..chain.reader_options import ReaderOptions
 from ..errors import DeltawireError, UnusableReward
@@ -48,6 +48,10 @@ class MemberOptions:
         Seconds between two looks at the store.
     run
         The name that the run must have.
+    kv_cache
+        What a vLLM server does with keys and values of older weights: "drop", "keep" or "mark".
+    canary
+        What is checked after each update of a vLLM server: "off", "self" or "recorded".
     """
 
     source: str
@@ -59,10 +63,13 @@ class MemberOptions:
     trust: tuple[str, ...] = ()
     poll: float = _POLL
     run: str | None = None
+    kv_cache: Literal["drop", "keep", "mark"] = "drop"
+    canary: Literal["off", "self", "recorded"] = "off"
 
     def to_arguments(self) -> list[str]:
         """Return them as arguments of `deltawire member`."""
         arguments = ["--from", self.source, "--engine", self.engine, "--device", self.device, "--poll", str(self.poll)]
+        arguments += ["--kv-cache", self.kv_cache, "--canary", self.canary]
         arguments += [part for spec in self.env for part in ("--env", spec)]
         arguments += [part for key in self.trust for part in ("--trust", key)]
         for option, value in (("--name", self.name), ("--mirror", self.mirror), ("--run", self.run)):
@@ -163,11 +170,21 @@ def _open_generator(options: MemberOptions, name: str, store: Store, stop: threa
 def _generator(options: MemberOptions, name: str, store: Store, on_event: OnEvent | None) -> Generator:
     url = parse_engine(options.engine)
     if url is not None:
+        from ..engines.base import KvCache
         from ..engines.vllm.driver.generation import VllmGenerator
         from ..engines.vllm.driver.sidecar import default_mirror
 
         mirror = Path(options.mirror) if options.mirror else default_mirror(options.source)
-        return VllmGenerator(store, url, mirror, options=_reader_options(options, name), poll=options.poll, on_event=on_event)
+        return VllmGenerator(
+            store,
+            url,
+            mirror,
+            options=_reader_options(options, name),
+            poll=options.poll,
+            kv_cache=KvCache(options.kv_cache),
+            canary=options.canary,
+            on_event=on_event,
+        )
     _require_transformers()
     from .generation import TransformersGenerator
 

@@ -13,6 +13,7 @@ HEAD = "HEAD"
 EPOCHS, COMMITS, ANCHORS, SKIPS, DATA, MARKS, PINS, PROBES = "epoch/", "commit/", "anchor/", "skip/", "data/", "gc/", "pin/", "probe/"
 REPORTS = "report/"
 """Prefixes for listings."""
+CANARIES = "canary/"
 
 _SHORT, _LONG = r"([0-9]{10})", r"([0-9]{20})"
 _EPOCH = re.compile(rf"epoch/{_SHORT}\.json")
@@ -48,6 +49,10 @@ def anchor_key(seq: int) -> str:
 
 def skip_key(seq: int, base: int) -> str:
     return f"{SKIPS}{_digits(seq, 20)}-{_digits(base, 20)}.json"
+
+
+def canary_key(seq: int) -> str:
+    return f"{CANARIES}{_digits(seq, 20)}.json"
 
 
 def mark_key(mark: int) -> str:

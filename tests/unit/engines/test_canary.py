@@ -6,42 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from completions_double import CompletionsDouble as Server
 
-from deltawire.engines.vllm.driver.canary import PROMPTS, TOKENS, CanaryResult, check_decoding
+from deltawire.engines.vllm.driver.canary import PROMPTS, TOKENS, CanaryResult, check_decoding, check_recorded, generate
 from deltawire.errors import DecodingDiffers, EngineError
-
-
-class Server:
-    """Answers as vLLM does. The token after each token is the sum of the two before it. `stale` is added to the log-probs of decoding."""
-
-    def __init__(self, stale: float = 0.0, at: int = 0) -> None:
-        self._stale = stale
-        self._at = at
-        self.salts: list[str] = []
-
-    def model(self) -> str:
-        return "tiny"
-
-    def complete(self, body: Mapping[str, Any]) -> Any:
-        assert body["temperature"] == 0
-        self.salts.append(body["cache_salt"])
-        choices = [self._choice(number, list(prompt), body) for number, prompt in enumerate(body["prompt"])]
-        return {"choices": choices[::-1]}  # their order is not defined
-
-    def _choice(self, index: int, tokens: list[int], body: Mapping[str, Any]) -> dict[str, Any]:
-        length = len(tokens)
-        for _ in range(body["max_tokens"]):
-            tokens.append((tokens[-1] + tokens[-2]) % 256)
-        choice: dict[str, Any] = {"index": index, "token_ids": tokens[length:], "finish_reason": "length", "logprobs": None}
-        if "logprobs" in body:
-            stale = [self._stale if index == 2 and place == self._at else 0.0 for place in range(TOKENS)]
-            choice["logprobs"] = {"token_logprobs": [self._logprob(token) + off for token, off in zip(tokens[length:], stale, strict=True)]}
-        if "prompt_logprobs" in body:
-            choice["prompt_logprobs"] = [None, *({str(token): {"logprob": self._logprob(token)}} for token in tokens[1:length])]
-        return choice
-
-    def _logprob(self, token: int) -> float:
-        return -1 - token / 256
+from deltawire.format.digest import Digest
+from deltawire.format.records.canary_records import CanaryRecord, RecordedTokens
+from deltawire.format.records.record_parts import CommitRef
 
 
 def test_a_sound_server_passes_with_prompts_that_no_cache_answers() -> None:
@@ -97,3 +68,63 @@ def test_log_probs_of_other_tokens_are_an_error() -> None:
     server.complete = without_prompt  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="log-probs of a prompt"):
         check_decoding(server)
+
+
+def record_of(recorded: list[RecordedTokens]) -> CanaryRecord:
+    record = CanaryRecord("0" * 32, "1" * 32, 1, CommitRef(3, "a" * 64, Digest()), tuple(recorded))
+    return CanaryRecord.parse(record.to_bytes())
+
+
+def test_a_server_that_computes_what_was_recorded_passes() -> None:
+    result = check_recorded(Server(), record_of(generate(Server())))
+    assert result.largest < 1e-6  # log-probs are recorded in millionths
+    assert result.tokens == 2 * TOKENS * len(PROMPTS)
+
+
+def test_decoding_that_differs_from_the_record_is_found() -> None:
+    record = record_of(generate(Server()))
+    with pytest.raises(DecodingDiffers, match=r"of decoding and the recorded ones differ by 0\.55"):
+        check_recorded(Server(0.55), record)
+    with pytest.raises(DecodingDiffers, match=r"of decoding and the recorded ones"):
+        check_recorded(Server(float("nan")), record)
+
+
+def test_weights_that_are_wrong_for_prompts_and_decoding_alike_are_found() -> None:
+    server = Server()
+    server.shift = -0.2
+    check_decoding(server)
+    with pytest.raises(DecodingDiffers):
+        check_recorded(server, record_of(generate(Server())))
+
+
+def test_prompts_that_differ_from_the_record_are_found_unless_that_is_usual() -> None:
+    healthy = Server(0.3)
+    usual = check_decoding(healthy, most_difference=float("inf"), most_mean=float("inf"))
+    record = record_of(generate(healthy))
+    assert check_recorded(healthy, record, usual=usual).largest == pytest.approx(0.3, abs=1e-5)
+    with pytest.raises(DecodingDiffers, match="of prompts and the recorded ones"):
+        check_recorded(healthy, record)
+
+
+@pytest.mark.parametrize(("logprob", "passes"), [(-1.03, True), (-3.0, False)])
+def test_another_token_is_accepted_only_if_it_is_as_probable_as_the_recorded_one(logprob: float, passes: bool) -> None:
+    """The server continues another way from the third token on, so the tokens after it cannot be compared."""
+    recorded = generate(Server())
+    server = Server()
+    complete = server.complete
+
+    def other_way(body: Mapping[str, Any]) -> Any:
+        answer = complete(body)
+        for choice in answer["choices"]:
+            if choice["logprobs"] is not None and choice["index"] == 1:
+                choice["token_ids"][2:] = [200] * (TOKENS - 2)
+                told = choice["logprobs"]["token_logprobs"]
+                told[2:] = [recorded[1].logprobs[2] + logprob + 1.0, *([-9.0] * (TOKENS - 3))]
+        return answer
+
+    server.complete = other_way  # type: ignore[method-assign]
+    if passes:
+        assert check_recorded(server, record_of(recorded)).tokens == 2 * TOKENS * len(PROMPTS) - (TOKENS - 3)
+    else:
+        with pytest.raises(DecodingDiffers):
+            check_recorded(server, record_of(recorded))

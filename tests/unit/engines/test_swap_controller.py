@@ -154,6 +154,17 @@ def test_only_a_halted_engine_is_resumed(state: SwapState, steps: list[str]) -> 
     assert scene.controller.state is (SERVING if state is HALTED else state)
 
 
+@pytest.mark.parametrize("state", [SERVING, HALTED, QUARANTINED])
+def test_an_engine_can_be_quarantined_after_its_swap(state: SwapState) -> None:
+    scene = Scene(state=state)
+    error = scene.controller.quarantine(VERSIONS[0], "its tokens are wrong")
+    assert isinstance(error, EngineQuarantined)
+    assert scene.controller.last_error is error
+    assert (scene.engine.steps, scene.controller.state, scene.event_names()) == ([], QUARANTINED, ["engine-quarantined"])
+    scene.swap()
+    assert (scene.controller.state, scene.event_names()[1:]) == (SERVING, ["repaired", "swapped"])
+
+
 def test_an_engine_that_does_not_resume_stays_halted_and_says_why() -> None:
     scene = Scene("resume", state=HALTED)
     with pytest.raises(EngineUnavailable, match="does not resume: resume failed"):
@@ -237,6 +248,6 @@ def test_the_message_of_a_quarantine_names_both_failures() -> None:
 def test_the_documented_table_names_every_state() -> None:
     rows = re.findall(r"^ +\| (\w+) +\|.*\| (\w*) +\| \w* +\|$", SwapController.__doc__ or "", re.MULTILINE)
     states = {state.value for state in SwapState} - {"paused"}
-    assert len(rows) == 19
-    assert {row[0] for row in rows} - {"from"} == states
+    assert len(rows) == 20
+    assert {row[0] for row in rows} - {"from", "any"} == states
     assert {row[1] for row in rows} - {"to", ""} == states

@@ -217,6 +217,7 @@ def test_a_heartbeat_soon_names_a_change_of_what_a_member_works_on(
     "options",
     [
         MemberOptions("s3://bucket/run", "transformers", ("a:b",), "m"),
+        MemberOptions("store", "vllm=http://127.0.0.1:8000", ("a:b",), "m", kv_cache="mark", canary="recorded"),
         MemberOptions("store", "vllm=http://127.0.0.1:8000", ("a:b", "c:d"), "m", "cuda:1", "mirror", ("0" * 64, "1" * 64), 0.25, "prod"),
     ],
 )

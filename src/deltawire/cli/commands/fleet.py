@@ -15,6 +15,7 @@ import typer
 from ...events import Event
 from ..options.chain import RunOption, TrustOption
 from ..options.common import JsonLinesOption
+from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOption
 from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
 from ..output import figures
 from ..output.fleet_table import short_name
@@ -60,6 +61,8 @@ def fleet(
     ] = None,
     device: DeviceOption = "auto",
     mirror: MirrorOption = None,
+    kv_cache: MemberCacheOption = Cache.drop,
+    canary: MemberCanaryOption = Canary.off,
     poll: PollOption = 0.5,
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, metavar="N", help="Restart a member that died at most this many times in an hour.")
@@ -87,7 +90,17 @@ def fleet(
         stem = name or reader_name()
         options = {
             f"{stem}-{number}": MemberOptions(
-                source, engine, tuple(env), f"{stem}-{number}", device, str(mirror) if mirror else None, tuple(trust or ()), poll, run
+                source,
+                engine,
+                tuple(env),
+                f"{stem}-{number}",
+                device,
+                str(mirror) if mirror else None,
+                tuple(trust or ()),
+                poll,
+                run,
+                kv_cache=kv_cache.value,
+                canary=canary.value,
             )
             for number in range(total)
         }

@@ -18,6 +18,7 @@ from rich.status import Status
 from ...errors import UnusableReward
 from ..options.chain import RunOption, TrustOption
 from ..options.common import JsonLinesOption
+from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOption
 from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
 from ..output import figures
 from ..output.terminal import print_json_line, print_labelled, print_wrapped
@@ -47,6 +48,8 @@ def member(
     ] = None,
     device: DeviceOption = "auto",
     mirror: MirrorOption = None,
+    kv_cache: MemberCacheOption = Cache.drop,
+    canary: MemberCanaryOption = Canary.off,
     poll: PollOption = 0.5,
     trust: TrustOption = None,
     run: RunOption = None,
@@ -68,7 +71,17 @@ def member(
 
         sys.path.insert(0, os.getcwd())  # the module of the reward function is usually here, as with `python -m`
         options = MemberOptions(
-            source, engine, tuple(env), name or "", device, str(mirror) if mirror else None, tuple(trust or ()), poll, run
+            source,
+            engine,
+            tuple(env),
+            name or "",
+            device,
+            str(mirror) if mirror else None,
+            tuple(trust or ()),
+            poll,
+            run,
+            kv_cache=kv_cache.value,
+            canary=canary.value,
         )
         stop = threading.Event()
         if leave_with_stdin:

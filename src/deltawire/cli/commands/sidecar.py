@@ -14,6 +14,7 @@ import typer
 from ..options.adapters import LoraOption, read_adapters, start_followers, with_adapters
 from ..options.chain import PinOption, RunOption, TrustOption, check_url, reader_options
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
+from ..options.engine import Cache, CacheOption, Canary, CanaryOption
 from ..output import figures
 from ..output.event_notices import print_if_verbose
 from ..output.terminal import print_json_line, print_line, print_notice
@@ -33,12 +34,6 @@ class Pause(str, enum.Enum):
     keep = "keep"
     wait = "wait"
     abort = "abort"
-
-
-class Cache(str, enum.Enum):
-    drop = "drop"
-    keep = "keep"
-    mark = "mark"
 
 
 class SwapBy(str, enum.Enum):
@@ -96,13 +91,7 @@ def sidecar(
         Pause,
         typer.Option("--pause", help="At a swap, let running requests go on afterwards, finish them first, or abort them."),
     ] = Pause.keep,
-    kv_cache: Annotated[
-        Cache,
-        typer.Option(
-            "--kv-cache",
-            help="At a swap, drop the keys and values of the old weights, keep them, or keep them for requests that run (mark).",
-        ),
-    ] = Cache.drop,
+    kv_cache: CacheOption = Cache.drop,
     confirm: Annotated[
         Confirm,
         typer.Option(
@@ -111,6 +100,7 @@ def sidecar(
             help="After each swap, read back everything, what was written, or (auto) what takes little time: auto, written, everything.",
         ),
     ] = Confirm.auto,
+    canary: CanaryOption = Canary.off,
     swap: Annotated[
         SwapBy, typer.Option("--swap", help="Swap in one call if the server can, or always by vLLM's routes, which takes longer.")
     ] = SwapBy.call,
@@ -142,6 +132,8 @@ def sidecar(
     adapters = read_adapters(lora)
     if source is None and not adapters:
         raise typer.BadParameter("name the chain of the weights with --from, or that of a LoRA adapter with --lora.", param_hint="--from")
+    if source is None and canary is not Canary.off:
+        raise typer.BadParameter("--canary checks versions of the weights, so name their chain with --from.", param_hint="--canary")
     if no_mirror and (mirror is not None or updates is Updates.mirror):
         raise typer.BadParameter("--no-mirror cannot be combined with --mirror or --updates mirror.")
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
@@ -161,6 +153,7 @@ def sidecar(
                 pause=pause.value,
                 kv_cache=KvCache(kv_cache.value),
                 confirm=confirm.value,
+                canary=canary.value,
                 spool=spool,
                 live=updates is Updates.live,
                 one_call=swap is SwapBy.call,
@@ -236,6 +229,10 @@ class _Listener:
             self._notice(f"the draft model is not updated: {fields['reason']}")
         elif event.name == "mirror-used":
             self._notice(f"updates come from the mirror: {fields['reason']}")
+        elif event.name == "canary-learnt":
+            self._notice(f"log-probs of decoding and prompts differ by {fields['largest']:.2g} before any swap; the canary allows for it")
+        elif event.name == "canary-missing":
+            self._notice(f"version {fields['updates']} is not compared with recorded tokens: {fields['reason']}")
         elif event.name == "attachments-changed":
             self._notice(f"these files changed; restart the server to use them: {fields['files']}")
         elif event.name == "repaired":

@@ -69,7 +69,7 @@ class SwapRecord:
 class SwapController:
     """Brings an engine from one version to the next, or back to the old one, or quarantines it.
 
-    Each call of `swap` and `ensure_running` makes one of these transitions. "revert" means that the change was reverted.
+    Each call of `swap`, `ensure_running` and `quarantine` makes one of these transitions. "revert" means that the change was reverted.
 
     | from        | call           | what happens                                  | to          | raises            |
     |-------------|----------------|-----------------------------------------------|-------------|-------------------|
@@ -91,6 +91,7 @@ class SwapController:
     | quarantined | swap           | apply or confirm fails, whatever revert does  | quarantined | EngineQuarantined |
     | quarantined | ensure_running | nothing                                       | quarantined |                   |
     | serving     | ensure_running | nothing                                       | serving     |                   |
+    | any         | quarantine     | nothing: the caller has paused the engine     | quarantined |                   |
 
     While a swap from serving or halted runs, the state is paused. An engine that refuses an update without changing anything raises
     `EngineRefused` in `apply`, and one that is asleep `EngineAsleep`. These are reverted like other failures, and then raised in place of
@@ -164,6 +165,21 @@ class SwapController:
             if isinstance(error, EngineUnavailable):
                 raise error
             raise EngineUnavailable(f"{self._engine.name} is paused and does not resume: {error}") from error
+
+    def quarantine(self, version: Version, reason: str) -> EngineQuarantined:
+        """Note that the weights of an engine are wrong, although its last swap was made. Returns the error to raise.
+
+        Parameters
+        ----------
+        version
+            The version that the engine was taken to have.
+        reason
+            What is wrong.
+        """
+        self._intervals.end()
+        error = self._quarantine(reason, version)
+        self.last_error = error
+        return error
 
     def assume(self, state: SwapState) -> None:
         """Set the state that the engine was found in, for an engine that other processes may restart, pause or change."""

@@ -8,6 +8,7 @@ readiness.py      a route that tells load balancers whether the server serves a 
 token_route.py    the route that tells which weights made which token: its requests and answers
 lora.py           LoRA adapters of a chain, under the names of their versions
 lora_follower.py  follows the chain of an adapter, and loads each version into the server
-canary.py         checks after an update that decoding computes what prompts do
+canary.py         checks that decoding computes what prompts do, or what a healthy server has computed
+server_canary.py  makes these checks after each update
 generation.py     completions for a member of a fleet, from a server that the member drives
 """

@@ -2,11 +2,13 @@
 
 CUDA graphs of the decoding steps hold addresses. If a tensor moved, they go on reading the old memory, while prompts are computed without
 these graphs from the new memory. So the server generates some tokens, which uses the graphs, and then gets the same tokens as prompts. The
-log-probs of both must agree, up to the rounding of different kernels.
+log-probs of both must agree, up to the rounding of different kernels. They can also be compared with those that a healthy server had with
+the same version (deltawire/chain/canaries.py). server_canary.py makes these checks after updates.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import uuid
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ....errors import DecodingDiffers, EngineError
-from .token_route import LabelledTokens, read_choice
+from ....format.records.canary_records import CanaryRecord, RecordedTokens
+from .token_route import read_choice
 
 PROMPTS = tuple(tuple(range(first, first + 8)) for first in (1, 5, 9, 17))
 """Token ids that every vocabulary has. What they mean has no effect on the check."""
@@ -86,30 +89,95 @@ def check_decoding(
         The result of this check when the server had just started. Some models and kernels differ more than others (MLA computes decoding
         in another way than prompts), so up to three times these differences are accepted too.
     """
-    if usual is not None:
-        most_difference, most_mean = max(most_difference, _TIMES * usual.largest), max(most_mean, _TIMES * usual.mean)
-    model = server.model()
-    decoded = [read_choice(choice) for choice in _choices(server, model, prompts, {"max_tokens": tokens, "logprobs": 0})]
-    whole = [[*prompt, *found.tokens] for prompt, found in zip(prompts, decoded, strict=True)]
-    read = _choices(server, model, whole, {"max_tokens": 1, "prompt_logprobs": 0})
+    most_difference, most_mean = _widened(most_difference, most_mean, usual)
+    decoded = generate(server, prompts, tokens)
     differences = [
         abs(one - other)
-        for prompt, found, choice in zip(prompts, decoded, read, strict=True)
-        for one, other in zip(found.logprobs, _prompt_logprobs(choice, len(prompt), found), strict=True)
+        for each, told in zip(decoded, _prompt_logprobs(server, decoded), strict=True)
+        for one, other in zip(each.logprobs, told, strict=True)
     ]
-    result = CanaryResult(max(differences), statistics.fmean(differences), len(differences))
-    if not (result.largest <= most_difference and result.mean <= most_mean):  # also if one is not a number
+    return _judge("log-probs of decoding and of prompts", differences, most_difference, most_mean)
+
+
+def generate(server: Completions, prompts: Sequence[Sequence[int]] = PROMPTS, tokens: int = TOKENS) -> list[RecordedTokens]:
+    """Return the most probable tokens that continue each prompt, with their log-probs.
+
+    Raises `EngineError` if an answer cannot be read, and the errors of the server's routes.
+
+    Parameters
+    ----------
+    server
+        The server, which must not be paused.
+    prompts
+        The token ids of each prompt.
+    tokens
+        The number of tokens that continue each prompt.
+    """
+    choices = [read_choice(choice) for choice in _choices(server, prompts, {"max_tokens": tokens, "logprobs": 0})]
+    return [
+        RecordedTokens(tuple(prompt), tuple(found.tokens), tuple(found.logprobs)) for prompt, found in zip(prompts, choices, strict=True)
+    ]
+
+
+def check_recorded(server: Completions, record: CanaryRecord, *, usual: CanaryResult | None = None) -> CanaryResult:
+    """Compare what a running server computes with what a healthy one computed with the same version.
+
+    The server generates, and also gets the recorded tokens as prompts. Another GPU may choose another token if two are equally probable,
+    so log-probs of a completion are compared up to the first token that differs.
+
+    Raises the same errors as `check_decoding`.
+
+    Parameters
+    ----------
+    server
+        The server, which must not be paused.
+    record
+        The record of the version that the server has.
+    usual
+        As for `check_decoding`.
+    """
+    prompts, longest = [each.prompt for each in record.recorded], max(len(each.tokens) for each in record.recorded)
+    differences: list[float] = []
+    for made, healthy in zip(generate(server, prompts, longest), record.recorded, strict=True):
+        for token, logprob, expected, usually in zip(made.tokens, made.logprobs, healthy.tokens, healthy.logprobs, strict=False):
+            differences.append(abs(logprob - usually))
+            if token != expected:
+                break
+    result = _judge("log-probs of decoding and the recorded ones", differences, MOST_DIFFERENCE, MOST_MEAN)
+    differences = [
+        abs(one - other)
+        for each, told in zip(record.recorded, _prompt_logprobs(server, record.recorded), strict=True)
+        for one, other in zip(each.logprobs, told, strict=True)
+    ]
+    of_prompts = _judge("log-probs of prompts and the recorded ones", differences, *_widened(MOST_DIFFERENCE, MOST_MEAN, usual))
+    tokens = result.tokens + of_prompts.tokens
+    mean = (result.mean * result.tokens + of_prompts.mean * of_prompts.tokens) / tokens
+    return CanaryResult(max(result.largest, of_prompts.largest), mean, tokens)
+
+
+def _widened(most_difference: float, most_mean: float, usual: CanaryResult | None) -> tuple[float, float]:
+    if usual is None:
+        return most_difference, most_mean
+    return max(most_difference, _TIMES * usual.largest), max(most_mean, _TIMES * usual.mean)
+
+
+def _judge(what: str, differences: Sequence[float], most_difference: float, most_mean: float) -> CanaryResult:
+    """Return the result, or raise `DecodingDiffers` if the differences are too large or not numbers."""
+    # `max` and comparisons give no useful result for values that are not numbers, so these count as infinite.
+    known = [math.inf if math.isnan(each) else each for each in differences]
+    result = CanaryResult(max(known), statistics.fmean(known), len(known))
+    if math.isinf(result.largest) or result.largest > most_difference or result.mean > most_mean:
         raise DecodingDiffers(
-            f"log-probs of decoding and of prompts differ by {result.largest:.3g} (mean {result.mean:.3g} of {result.tokens} tokens), "
+            f"{what} differ by {result.largest:.3g} (mean {result.mean:.3g} of {result.tokens} tokens), "
             f"more than {most_difference:.3g} (mean {most_mean:.3g})."
         )
     return result
 
 
-def _choices(server: Completions, model: str, prompts: Sequence[Sequence[int]], more: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _choices(server: Completions, prompts: Sequence[Sequence[int]], more: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the most probable continuation of each prompt."""
     body = {
-        "model": model,
+        "model": server.model(),
         "prompt": [list(prompt) for prompt in prompts],
         "temperature": 0,
         "ignore_eos": True,
@@ -127,10 +195,17 @@ def _choices(server: Completions, model: str, prompts: Sequence[Sequence[int]], 
     return found
 
 
-def _prompt_logprobs(choice: Mapping[str, Any], start: int, found: LabelledTokens) -> list[float]:
-    """Return the log-probs of the tokens that were decoded before, which begin at `start` in this prompt."""
+def _prompt_logprobs(server: Completions, recorded: Sequence[RecordedTokens]) -> list[list[float]]:
+    """Return the log-probs that the server computes for tokens if they are part of the prompt."""
+    whole = [[*each.prompt, *each.tokens] for each in recorded]
+    choices = _choices(server, whole, {"max_tokens": 1, "prompt_logprobs": 0})
     try:
-        told = choice["prompt_logprobs"][start:]
-        return [float(each[str(token)]["logprob"]) for each, token in zip(told, found.tokens, strict=True)]
+        return [
+            [
+                float(told[str(token)]["logprob"])
+                for told, token in zip(choice["prompt_logprobs"][len(each.prompt) :], each.tokens, strict=True)
+            ]
+            for choice, each in zip(choices, recorded, strict=True)
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"the log-probs of a prompt cannot be read: {error!r}.") from error

@@ -31,6 +31,7 @@ from ...base import KvCache
 from ...http_session import NoAnswer, PendingAnswer, http_session
 from ...prompts import Prompts
 from .routes import EngineUnreachable, RouteFailed, VllmRoutes
+from .server_canary import CanaryKind
 from .sidecar import Sidecar
 from .token_route import TOKEN_ROUTE, read_choice, token_request
 
@@ -62,6 +63,8 @@ class VllmGenerator:
     kv_cache
         What happens to keys and values that the old weights computed. With `MARK`, each request names the version that the server has
         (`cache_salt`), so it uses no keys and values of older weights, and a swap drops none.
+    canary
+        What to check after each update: "off", "self" or "recorded", as for `Sidecar`.
     on_event
         Called with each event of the sidecar.
     """
@@ -75,12 +78,13 @@ class VllmGenerator:
         options: ReaderOptions | None = None,
         poll: float = 0.5,
         kv_cache: KvCache = KvCache.DROP,
+        canary: CanaryKind = "off",
         on_event: OnEvent | None = None,
     ) -> None:
         self._log = (options or ReaderOptions()).open_log(store)
         self._routes = VllmRoutes(url)
         self._prompts = FollowedFiles(store, Prompts.of, options=options)
-        self._sidecar = Sidecar(url, store, mirror, kv_cache=kv_cache, options=options, on_event=on_event)
+        self._sidecar = Sidecar(url, store, mirror, kv_cache=kv_cache, canary=canary, options=options, on_event=on_event)
         self._marks_requests = kv_cache is KvCache.MARK
         self._poll = poll
         self._stop = threading.Event()

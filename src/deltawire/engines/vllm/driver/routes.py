@@ -255,6 +255,16 @@ class VllmRoutes:
         except (KeyError, TypeError, ValueError) as error:
             raise RouteFailed("/collective_rpc", 200, f"the answer cannot be read: {error!r}") from error
 
+    def quarantine(self, reason: str) -> list[dict[str, Any]]:
+        """Let the server end its requests and stay paused until a version is loaded anew. Returns the status of each worker.
+
+        Parameters
+        ----------
+        reason
+            Why its weights, or its results, are wrong.
+        """
+        return self.call_workers("deltawire_quarantine", reason)
+
     def lease(self, seconds: float) -> None:
         """Let the server continue by itself if a pause that begins now lasts longer than this. engine_holds.py tells when it does."""
         self.call_workers("deltawire_lease", seconds)

@@ -26,7 +26,7 @@ from ....chain.reports import QUARANTINED, REFUSED
 from ....chain.restore import Hop
 from ....chain.version import Version
 from ....chain.walk_route import taking, walk_route
-from ....errors import ChainError, EngineQuarantined, EngineRefused, SpoolError
+from ....errors import ChainError, DecodingDiffers, EngineQuarantined, EngineRefused, SpoolError
 from ....events import OnEvent, Value, emit
 from ....format.digest import Digest
 from ....format.records.version_records import Commit
@@ -122,6 +122,8 @@ class ServerReplica:
         self._told_hold: str | None = None
         self._told_why_not: str | None = None
         self._told_draft: str | None = None
+        self._refused: Commit | None = None
+        """A version whose results were wrong, also after it was loaded anew."""
         self._mirror: MirrorReplica | None = None
         if settings.mirror is not None and (self._spool is None or settings.mirror.exists()):
             self._open_mirror(settings.mirror)
@@ -139,7 +141,28 @@ class ServerReplica:
         """Forget which version the server has, because it was restarted, or changed by another process."""
         self._commit = None
 
+    def quarantine(self, reason: str, *, for_good: bool) -> EngineQuarantined:
+        """Let the server stay paused, because what it computes with its version is wrong. Returns the error to raise.
+
+        Parameters
+        ----------
+        reason
+            What is wrong.
+        for_good
+            True to refuse this version until the server is restarted. Otherwise the next `move` loads it anew.
+        """
+        commit = self._commit
+        assert commit is not None
+        self._routes.quarantine(reason)
+        if not self._server.one_call:  # engines that work in step pause only together
+            self._routes.pause("abort", clear_cache=True)
+        self._commit, self._refused = None, commit if for_good else None
+        self._report(QUARANTINED, None, reason)
+        return self.controller.quarantine(Version.of(commit), reason)
+
     def move(self, target: Commit, context: SyncContext) -> None:
+        if target == self._refused and self._routes.weight_version() == QUARANTINED_LABEL:
+            raise DecodingDiffers(f"the server computes wrong results with {target.describe()}, also after it was loaded anew.")
         workers = self._connect()
         if self._commit is None:
             self._recognise(workers, target, context)

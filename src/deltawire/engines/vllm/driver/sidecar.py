@@ -23,7 +23,7 @@ from blake3 import blake3
 from ....chain.reader_options import ReaderOptions
 from ....chain.reports import SERVING, put_report
 from ....chain.version import Version
-from ....errors import DeltawireError, EngineError, NoChain, StoreError
+from ....errors import DecodingDiffers, DeltawireError, EngineError, NoChain, StoreError
 from ....events import Event, OnEvent, emit
 from ....store import Store, open_store
 from ....subscribe import Subscriber
@@ -34,6 +34,7 @@ from ...base import KvCache
 from ...swap.swap_controller import SwapState
 from .. import QUARANTINED_LABEL as QUARANTINED_LABEL
 from .routes import EngineUnreachable, PauseMode, VllmRoutes
+from .server_canary import CanaryKind, ServerCanary
 from .server_replica import ReplicaSettings, ServerReplica
 from .server_update import PausableServer, label
 
@@ -65,6 +66,10 @@ class Sidecar:
         The directory from which the workers take deltas. None means a directory in memory (/dev/shm), or in this user's cache.
     live
         Whether to decode deltas against the live memory of the workers, if they can. False takes all updates from the mirror.
+    canary
+        What to check after each update, besides the weights: "self" lets the server generate a few tokens and compares their log-probs with
+        those of prompts, "recorded" compares them with the version's record (`deltawire canary`), "off" checks nothing. A server that fails
+        is quarantined, and gets the version anew once.
     one_call
         Whether to swap in one call if the server can (engine_core.py). False always uses vLLM's routes.
     options
@@ -88,6 +93,7 @@ class Sidecar:
         confirm: str = "auto",
         spool: Path | str | None = None,
         live: bool = True,
+        canary: CanaryKind = "off",
         one_call: bool = True,
         options: ReaderOptions | None = None,
         threads: int | None = None,
@@ -120,6 +126,7 @@ class Sidecar:
             trusted_keys=tuple(options.trusted_keys),
             staging_patience=staging_patience,
         )
+        self._canary = None if canary == "off" else ServerCanary(canary, self.routes, on_event)
         server = PausableServer(self.routes, pause, may_call_once=one_call)
         self._replica = ServerReplica(server, settings, kv_cache=kv_cache, report=self._report, on_event=on_event)
         self._subscriber = Subscriber(self._store, replica=self._replica, options=options, on_event=self._pass_on)
@@ -169,6 +176,8 @@ class Sidecar:
         served = self.served
         if served is not None and self.routes.weight_version() != label(served):
             self._forget()  # the server was restarted, or another process has changed its weights
+        if self._canary is not None:
+            self._canary.learn()
         try:
             self._subscriber.sync()
         except DeltawireError as error:  # the subscriber has reported it
@@ -177,6 +186,7 @@ class Sidecar:
             if self.served is None and not self._replica.restore():  # a restarted server gets the version in the mirror
                 raise
         self._replica.controller.ensure_running()
+        self._check_canary()
         served = self.served
         if served is None or served == self._announced:
             return None
@@ -209,8 +219,24 @@ class Sidecar:
         if self._on_event is not None and not is_engines:
             self._on_event(event)
 
+    def _check_canary(self) -> None:
+        """Check what the server computes. If that is wrong, quarantine it and raise. The next step loads the version anew, once."""
+        commit = self._replica.commit
+        if self._canary is None or commit is None:
+            return
+        try:
+            self._canary.check(commit, self._log)
+        except DecodingDiffers as error:
+            for_good = self._canary.note_failure(commit)
+            quarantined = self._replica.quarantine(error.message, for_good=for_good)
+            if for_good:
+                raise
+            raise quarantined from error
+
     def _forget(self) -> None:
         self._replica.forget()
+        if self._canary is not None:
+            self._canary.forget()
         self._announced = None
 
     def _report_attachments(self, version: Version) -> None:

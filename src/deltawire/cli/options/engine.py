@@ -1,0 +1,31 @@
+"""Options of commands that keep a vLLM server up to date."""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, TypeAlias
+
+import typer
+
+
+class Cache(str, enum.Enum):
+    drop = "drop"
+    keep = "keep"
+    mark = "mark"
+
+
+class Canary(str, enum.Enum):
+    off = "off"
+    self = "self"
+    recorded = "recorded"
+
+
+_CACHE = "At a swap, drop the keys and values of the old weights, keep them, or keep them for requests that run (mark)."
+_CANARY = "After a swap, compare log-probs of a few tokens with those of prompts (self), or with recorded ones (`deltawire canary`)."
+
+CacheOption: TypeAlias = Annotated[Cache, typer.Option("--kv-cache", help=_CACHE)]
+CanaryOption: TypeAlias = Annotated[Canary, typer.Option("--canary", metavar="CHECK", help=_CANARY)]
+MemberCacheOption: TypeAlias = Annotated[Cache, typer.Option("--kv-cache", help=f"With vLLM: {_CACHE[0].lower()}{_CACHE[1:]}")]
+MemberCanaryOption: TypeAlias = Annotated[
+    Canary, typer.Option("--canary", metavar="CHECK", help=f"With vLLM: {_CANARY[0].lower()}{_CANARY[1:]}")
+]
