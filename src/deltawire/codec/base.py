@@ -154,10 +154,11 @@ class Resolution(Protocol):
         """Restore the old values, as if nothing had been written."""
         ...
 
-    def exchange(self) -> None:
+    def exchange(self, *, wait: bool = True) -> None:
         """Swap the changes with the values that they replace, if writes are deferred. This cannot fail half-way.
 
-        The first call writes the new values, the second restores the old ones, and so on.
+        The first call writes the new values, the second restores the old ones, and so on. Without `wait`, a GPU may still be at work when
+        this returns, on the calling thread's current stream.
         """
         ...
 

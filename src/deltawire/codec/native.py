@@ -140,7 +140,7 @@ class NativeResolution:
     def revert(self) -> None:
         self._native.revert()
 
-    def exchange(self) -> None:
+    def exchange(self, *, wait: bool = True) -> None:
         self._native.exchange()
 
     def compact(self) -> None:

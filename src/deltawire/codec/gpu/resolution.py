@@ -209,11 +209,12 @@ class GpuResolution:
         if self.host is not None:
             self.host.settle()
 
-    def exchange(self) -> None:
-        """See `codec.base.Resolution`. Work goes to the current stream of each device. It is done when this returns, for any stream."""
+    def exchange(self, *, wait: bool = True) -> None:
+        """See `codec.base.Resolution`. Work goes to the current stream of each device. With `wait`, it is done when this returns."""
         self._write(swap=True)
-        for gpu in {id(group.patch.gpu): group.patch.gpu for group in self.groups}.values():
-            gpu.current().synchronize()
+        if wait:
+            for gpu in {id(group.patch.gpu): group.patch.gpu for group in self.groups}.values():
+                gpu.current().synchronize()
         if self.host is not None:
             self.host.exchange()
 

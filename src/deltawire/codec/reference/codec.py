@@ -101,7 +101,7 @@ class ReferenceResolution:
     def revert(self) -> None:
         """Do nothing: nothing has been written yet."""
 
-    def exchange(self) -> None:
+    def exchange(self, *, wait: bool = True) -> None:
         for index, (target, _, new) in enumerate(self.tensors):
             if target is not None:
                 old = target.flatten()  # a copy, because `base` may be the target itself

@@ -40,8 +40,11 @@ from .. import QUARANTINED_LABEL
 from .routes import EngineUnreachable, WorkerStatus
 from .server_update import OneCallUpdate, PausableServer, RoutesUpdate, ServerUpdate, label, worker_errors
 
-_FIRST_STAGING_POLL, _LONGEST_STAGING_POLL = 0.005, 0.25
-"""Seconds between two questions whether the workers have staged a version."""
+_SHORTEST_WAIT, _LONGEST_WAIT, _LONGEST_FIRST_WAIT = 0.005, 0.25, 2.0
+"""Seconds before a question whether the workers have staged a version. A version may be much smaller than the one before it."""
+_FIRST_SHARE, _NEXT_SHARE, _UNKNOWN_SHARE = 0.8, 0.15, 0.4
+"""The first question comes after this share of the time that the last version took, and the next ones after this share of the time since
+the beginning. If there was no version before, only the third share counts."""
 _MOST_LIVE_FAILURES = 2
 """After this many live updates that failed one after the other, the next one comes from the mirror."""
 _KEPT_HOPS = 2
@@ -340,18 +343,16 @@ class ServerReplica:
             self._update(commit, anew=True)
 
     def _stage(self, version: Version) -> None:
-        """Return when all workers have staged the update."""
+        """Return when all workers have staged the update. Generation waits for each question, so few are asked."""
         start = time.monotonic()
         deadline = start + self._settings.staging_patience
         workers = self._routes.prepare(version.seq)
-        wait = _FIRST_STAGING_POLL
         while not all(worker["staged"] == version.seq for worker in workers):
             if any(worker["staging_error"] for worker in workers) or time.monotonic() > deadline:
                 reason = worker_errors(workers) or f"they took longer than {self._settings.staging_patience:.0f} seconds"
                 self._report(REFUSED, None if self._commit is None else self._commit.seq, reason)
                 raise EngineRefused(f"the workers cannot stage {version.describe()}: {reason}")
-            time.sleep(wait)
-            wait = min(wait * 1.5, _LONGEST_STAGING_POLL)
+            time.sleep(wait_before_asking(time.monotonic() - start, self._stage_seconds))
             workers = self._routes.status()
         self._stage_seconds = time.monotonic() - start
 
@@ -418,6 +419,24 @@ class ServerReplica:
         if reason is not None and reason != self._told_why_not and self._settings.mirror is not None:
             emit(self._on_event, "mirror-used", reason=reason)
         self._told_why_not = reason
+
+
+def wait_before_asking(elapsed: float, last: float) -> float:
+    """Return the seconds to wait before the workers are asked again whether they have staged a version.
+
+    Generation waits for each question. But every second that passes before the answer is known is one in which the old version is served.
+
+    Parameters
+    ----------
+    elapsed
+        The seconds since the workers began.
+    last
+        The seconds that they needed for the last version. 0 if it is the first one.
+    """
+    first = min(_FIRST_SHARE * last, _LONGEST_FIRST_WAIT)
+    if elapsed < first:
+        return max(_SHORTEST_WAIT, first - elapsed)
+    return max(_SHORTEST_WAIT, min((_NEXT_SHARE if last else _UNKNOWN_SHARE) * elapsed, _LONGEST_WAIT))
 
 
 def _started_with(workers: Sequence[WorkerStatus], target: Commit, anchor: Commit, context: SyncContext) -> Iterator[Commit]:

@@ -276,11 +276,11 @@ class LayoutUpdate:
         self._input_changes.clear()
 
     def apply(self) -> None:
-        """Write the new values. After an error, `revert` restores the old ones."""
+        """Write the new values. After an error, `revert` restores the old ones. A GPU may still be at work when this returns."""
         self.is_applied = True
         for patch in self._patches[self._swapped :]:
             self._swapped += 1
-            patch.exchange()
+            patch.exchange(wait=False)
         with torch.no_grad():
             for scatter in self._scatters:
                 _write(scatter, scatter.new)
@@ -288,7 +288,7 @@ class LayoutUpdate:
             load.apply()
 
     def revert(self) -> None:
-        """Write the old values back, also if only some of the new ones were written."""
+        """Write the old values back, also if only some of the new ones were written. A GPU may still be at work when this returns."""
         self.is_applied = False
         with torch.no_grad():
             for scatter in reversed(self._scatters):
@@ -296,7 +296,7 @@ class LayoutUpdate:
                 _write(scatter, scatter.old)
         for patch in reversed(self._patches[: self._swapped]):
             self._swapped -= 1
-            patch.exchange()
+            patch.exchange(wait=False)
         for load in self._loads.values():  # last, because loading may have failed half-way
             load.revert()
 

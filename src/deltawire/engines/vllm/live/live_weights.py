@@ -241,8 +241,7 @@ class LiveWeights:
         version = self.version
         if version is None or self.layout is None or version.digest != hop.base.digest:
             raise BaseMismatch(f"{hop.target.describe()} is relative to {hop.base.describe()}, which is not the version of the weights.")
-        if (reason := self.why_not) is not None:
-            raise EngineRefused(f"the weights cannot be updated where they are: {reason}.")
+        self._check_valid()
         update, difference = self._decode(version, hop, read)
         while failed := self._process_again(update):
             for name, error in failed.items():
@@ -336,15 +335,23 @@ class LiveWeights:
             raise EngineRefused(f"the weights are not those of {staged.hop.base.describe()}, which the update was made for.")
         if self.is_unconfirmed:
             self.check_direct()
+        if staged.update is not None and staged.update.loaded:
+            self._check_valid()
+
+    def _check_valid(self) -> None:
         if (reason := self.why_not) is not None:
             raise EngineRefused(f"the weights cannot be updated where they are: {reason}.")
 
     def _write(self, update: LayoutUpdate, times: dict[str, float]) -> None:
+        """Write the new values. Other workers may read this memory as soon as all have agreed, so the GPU has written when this returns."""
         with _timed(times, "write_ms"):
             update.apply()
+            self._check_valid()  # while a GPU writes; the layout keeps the memory that it writes to, also if the model uses it no more
+            synchronize_streams(self._direct_tensors.state)
         with _timed(times, "recompute_ms"):
             self._run_rules(update)
-            synchronize_streams(self._direct_tensors.state)  # other workers may read this memory as soon as all have agreed
+            if update.recomputes:
+                synchronize_streams(self._direct_tensors.state)
 
     def _rules(self, update: LayoutUpdate) -> list[ModuleRule]:
         """Return the rules of modules that depend on changed tensors. Raises `EngineRefused` if the whole model must be loaded anew."""
