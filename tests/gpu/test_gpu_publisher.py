@@ -11,6 +11,7 @@ from emulator.build import compiler
 
 import deltawire
 from deltawire.codec import using_codec
+from deltawire.delta import resolve
 from deltawire.delta.resolve import apply_many
 from deltawire.dtypes import DTYPES, first_nonfinite
 from deltawire.errors import BaseMismatch, CorruptDelta, NonFiniteWeights
@@ -337,6 +338,22 @@ def test_many_deltas_are_applied_together_or_not_at_all():
     apply_many(list(zip(old, deltas, strict=True)))
     assert all(np.array_equal(bits(state[name]), bits(there[name])) for state, there in zip(old, new, strict=True) for name in there)
     apply_many([])
+
+
+def test_the_host_plans_each_delta_once(monkeypatch):
+    old = [{"a": np.arange(400, dtype=np.float32), "b": np.arange(3000, dtype=np.int16)} for _ in range(3)]
+    new = [{name: array.copy() for name, array in state.items()} for state in old]
+    for number, state in enumerate(new):
+        state["b"][number : 60 * number + 5] += 1
+    deltas = [deltawire.encode_delta(one, other) for one, other in zip(old, new, strict=True)]
+    planned, plan_delta = [], resolve.plan_delta
+    monkeypatch.setattr(resolve, "plan_delta", lambda state, file: planned.append(file) or plan_delta(state, file))
+    apply_many(list(zip(old, deltas, strict=True)))
+    assert len(planned) == 3
+    assert all(state[name].tobytes() == there[name].tobytes() for state, there in zip(old, new, strict=True) for name in there)
+    with pytest.raises(BaseMismatch):  # those before it stay applied
+        apply_many([(new[0], deltawire.encode_delta(new[0], old[1])), (old[2], deltas[2])])
+    assert new[0]["b"].tobytes() == old[1]["b"].tobytes()
 
 
 def on_host(state):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -16,8 +18,10 @@ from deltawire.codec.base import EncodeGroup
 from deltawire.codec.bits import DeviceBits
 from deltawire.dtypes import payload_type
 from deltawire.errors import NonFiniteWeights
+from deltawire.publish.publication import Publication
+from deltawire.publish.quantising import Quantising
 from deltawire.quantise import QuantisedLayout, Recipe
-from deltawire.quantise.quantise import quantise_outputs, quantise_state
+from deltawire.quantise.quantise import quantise_outputs, quantise_state, quantise_to_encode
 from deltawire.quantise.recipe import SPELLINGS
 
 torch = pytest.importorskip("torch", reason="weights on a GPU are torch tensors")
@@ -188,3 +192,40 @@ def test_weights_are_quantised_as_they_are_encoded(spelling: str, on_gpu) -> Non
 
 def integers(tensor):
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+class _Read(Mapping):
+    """A state that makes its tensors at each access, and counts how often."""
+
+    def __init__(self, state) -> None:
+        self._state = state
+        self.reads: Counter[str] = Counter()
+
+    def __getitem__(self, name):
+        self.reads[name] += 1
+        return self._state[name]
+
+    def __iter__(self):
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+@pytest.mark.parametrize("spelling", ["fp8-block", "nvfp4"])
+@pytest.mark.parametrize("is_on_gpu", [True, False])
+def test_tensors_of_many_experts_are_not_read_for_each_expert(spelling: str, is_on_gpu: bool, on_gpu) -> None:
+    reads = []
+    for experts in (3, 6):
+        shapes = {"mlp.experts.gate_up_proj": (experts, 64, 32), "mlp.experts.down_proj": (experts, 32, 32)}
+        state = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+        with on_gpu():
+            given = _Read(to_gpu(state) if is_on_gpu else state)
+            layout = QuantisedLayout.of_state(spelling, state)
+            assert len(layout.weights) >= 2 * experts
+            publication = Publication(given, Quantising(spelling, None).table_of(layout), None, {}, None, layout=layout)
+            assert len(publication.located) == len(layout.outputs)
+            quantise_outputs(layout, layout.outputs, given)
+            quantise_to_encode(layout, layout.outputs, given)
+        reads.append(given.reads)
+    assert reads[0] == reads[1]

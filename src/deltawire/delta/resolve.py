@@ -6,7 +6,7 @@ from collections.abc import MutableMapping, Sequence
 
 import numpy as np
 
-from ..codec.base import Resolution
+from ..codec.base import Codec, Resolution
 from ..errors import CorruptDelta
 from ..format import delta_file
 from ..format.delta_file import Coverage, DeltaBytes, DeltaFile, GroupedDelta
@@ -96,18 +96,23 @@ def apply_file(
     plan = plan_delta(state, file)
     if coverage is not None:
         cover(coverage, plan)
-    codec = codec_for(plan.tensors)
-    plan.mark_writes(codec, thread_count(threads), deferred=False)
-    resolution = codec.resolution(thread_count(threads), _KEPT_CHANGES + len(file.data))
+    _apply_plan(state, plan, codec_for(plan.tensors), thread_count(threads), progress)
+    return int(np.count_nonzero(plan.changed[: len(plan.tensors)])) + len(plan.added)
+
+
+def _apply_plan(state: MutableMapping[str, Tensor] | None, plan: Plan, codec: Codec, threads: int, progress: Progress | None) -> None:
+    """Apply a delta. The state is only needed if tensors are added or removed."""
+    plan.mark_writes(codec, threads, deferred=False)
+    resolution = codec.resolution(threads, _KEPT_CHANGES + len(plan.file.data))
     try:
-        resolve_plan(plan, resolution, codec, thread_count(threads), progress)
+        resolve_plan(plan, resolution, codec, threads, progress)
         plan.check_writes()
-        change_structure(state, _added(plan, resolution), plan.file.structure.removed)
+        if state is not None:
+            change_structure(state, _added(plan, resolution), plan.file.structure.removed)
     except BaseException:
         resolution.revert()
         raise
     resolution.settle()
-    return int(np.count_nonzero(plan.changed[: len(plan.tensors)])) + len(plan.added)
 
 
 def apply_many(states: Sequence[tuple[State, DeltaBytes]], *, threads: int | None = None) -> None:
@@ -135,8 +140,8 @@ def apply_many(states: Sequence[tuple[State, DeltaBytes]], *, threads: int | Non
     codecs = [codec_for(plan.tensors) for plan in plans]
     together = [plan for plan, codec in zip(plans, codecs, strict=True) if isinstance(plan, GroupedPlan) and codec.prefers_whole_state]
     if len(together) < len(plans):
-        for (state, _), file in zip(states, files, strict=True):
-            apply_file(dict(state), file, threads=threads)
+        for plan, codec in zip(plans, codecs, strict=True):
+            _apply_plan(None, plan, codec, count, None)
         return
     resolution = codecs[0].resolution(count, _KEPT_CHANGES + sum(len(file.data) for file in files))
     try:

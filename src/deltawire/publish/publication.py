@@ -34,5 +34,6 @@ class Publication:
         """Published names with tensors that are on the devices where the published tensors are to be made."""
         if self.layout is None:
             return self.weights
-        outputs = self.layout.outputs.values()
-        return {output.name: self.weights[output.name if output.weight is None else output.weight.source] for output in outputs}
+        sources = {output.name: output.name if output.weight is None else output.weight.source for output in self.layout.outputs.values()}
+        tensors = {source: self.weights[source] for source in set(sources.values())}  # each is read once: it may be made at each access
+        return {name: tensors[source] for name, source in sources.items()}

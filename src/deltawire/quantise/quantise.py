@@ -214,21 +214,22 @@ def _by_device(
         return weights, {}
     shares = layout.recipe.shares_scales
     sources = {other.source for weight in weights for other in (layout.groups[weight.group] if shares else [weight])}
-    if {type(state.get(name)) for name in sources} <= {np.ndarray}:
+    devices = {name: _device_of(state.get(name)) for name in sources}  # reads each once: a state may make its tensors at each access
+    if all(device is None for device in devices.values()):
         return weights, {}
     host: list[QuantisedWeight] = []
     gpus: dict[torch.device, list[QuantisedWeight]] = {}
     for weight in weights:
-        device = _device_of(weight, state)
+        device = devices[weight.source]
         if device is None and shares:
-            device = next((found for other in layout.groups[weight.group] if (found := _device_of(other, state)) is not None), None)
+            device = next((found for other in layout.groups[weight.group] if (found := devices[other.source]) is not None), None)
         (host if device is None else gpus.setdefault(device, [])).append(weight)
     return host, gpus
 
 
-def _device_of(weight: QuantisedWeight, state: State) -> torch.device | None:
-    tensor = state.get(weight.source)
-    return torch_types.gpu_of(tensor) if torch_types.is_torch(tensor) else None
+def _device_of(tensor: Any) -> torch.device | None:
+    """Return the GPU that holds a tensor; None if it is in host memory, or there is no tensor."""
+    return torch_types.gpu_of(tensor) if type(tensor) is not np.ndarray and torch_types.is_torch(tensor) else None
 
 
 class _Work:
