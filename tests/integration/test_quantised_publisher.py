@@ -303,6 +303,25 @@ def test_the_commit_does_not_wait_for_the_last_deltas_back(monkeypatch):
     assert [(skip["base"]["seq"], skip["target"]["seq"]) for skip in skips] == [(1, 5)]  # over the version that was in doubt
 
 
+@pytest.mark.parametrize("fault", [After, Before], ids=["landed", "not landed"])
+@pytest.mark.parametrize("doubtful", [1, 3], ids=["checkpoint", "delta"])
+def test_scales_of_a_version_in_doubt_stay_in_the_background_too(fault, doubtful, monkeypatch):
+    monkeypatch.setattr("deltawire.store.create_rule._FIRST_PAUSE", 0.0)
+    inner, weights = MemoryStore(), Masters().state
+    states = [{name: array * np.float32(size) for name, array in weights.items()} for size in (1.5, 1.2, 2.0, 1.7, 1.8)]
+    slot = f"commit/{doubtful:020}"
+    store = FaultyStore(inner, [fault(call("put_if_absent", slot), "unknown", times=5), Before(call("get", slot), "unavailable", times=5)])
+    with publisher(store, background=True) as chain:
+        for number, state in enumerate(states, 1):
+            pending = chain.publish(state)
+            if number == doubtful:
+                with pytest.raises(CommitOutcomeUnknown):
+                    pending.result(120)
+            else:
+                assert pending.result(120).seq == number
+    assert_same(versions(inner), quantised(states))
+
+
 def test_the_background_makes_no_copy_besides_the_quantised_one(monkeypatch):
     """The snapshot is the quantised state: `copy_tensors` is never called."""
     monkeypatch.setattr(background, "copy_tensors", None)

@@ -180,7 +180,13 @@ class Appender:
         return any(kept is not None and kept.keys() == state.keys() and all(kept[n] is state[n] for n in kept) for kept in ours)
 
     def previous(self, recipe: RecipeRecord | None) -> State | None:
-        """Return the tensors of the newest version, whose scales may stay. None if there are none, or another recipe made them."""
+        """Return the tensors of the newest version, whose scales may stay. None if there are none, or another recipe made them.
+
+        A version whose commit is in doubt counts: either it is in the chain, or it is committed before the next one.
+        """
+        unsettled = self._unsettled
+        if recipe is not None and unsettled is not None and unsettled.arrays is not None:
+            return unsettled.arrays if continues(recipe, unsettled.attempt.commit.recipe) else None
         baseline, version = self.baseline, self.version
         if recipe is None or baseline is None or not baseline.intact or version is None:
             return None
