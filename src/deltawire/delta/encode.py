@@ -6,6 +6,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,11 @@ from ..tensors.names import check_names
 from ..tensors.pending_state import PendingState
 from ..tensors.state import Progress, codec_for, digest_tensors, thread_count
 from .progress import reporting
+
+_WORTH_THREADS = 1 << 20
+"""From this many bytes of files on, several threads finish them."""
+
+_MOST_WRITERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +97,17 @@ def encode_many(states: Sequence[tuple[State, State]], *, threads: int | None = 
     """
     count = thread_count(threads)
     works = [_work_on(base, new, None, count) for base, new in states]
-    at_once = bool(works) and all(work.codec.prefers_whole_state for work in works)
-    found = iter(works[0].codec.encode_groups([group for work in works for _, group in work.groups], count)) if at_once else None
-    made = []
-    for work in works:
-        groups = [group for _, group in work.groups]
-        encoded = work.codec.encode_groups(groups, count) if found is None else list(itertools.islice(found, len(groups)))
-        pieces: list[Buffer] = []
-        header, summary = _write(work, encoded, count, pieces.append)
-        made.append((join_pieces([header, *pieces], count), summary))
-    return made
+    if not works or not all(work.codec.prefers_whole_state for work in works):
+        return [_finish(work, work.codec.encode_groups([group for _, group in work.groups], count), count) for work in works]
+    found = iter(works[0].codec.encode_groups([group for work in works for _, group in work.groups], count))
+    encoded = [list(itertools.islice(found, len(work.groups))) for work in works]
+    for check in {check for work in works for check in work.checks}:
+        check()
+    writers = min(count, len(works), _MOST_WRITERS)
+    if writers < 2 or sum(len(piece) for groups in encoded for group in groups for piece in group.pieces) < _WORTH_THREADS:
+        return [_finish(work, groups, count) for work, groups in zip(works, encoded, strict=True)]
+    with ThreadPoolExecutor(writers, "deltawire-encode") as pool:  # each thread hashes whole files
+        return list(pool.map(_finish, works, encoded, itertools.repeat(1)))
 
 
 def write_delta(base: State, new: State, path: Path, *, threads: int | None = None, progress: Progress | None = None) -> DeltaSummary:
@@ -159,6 +166,13 @@ def _encode(
     with reporting(progress, work.weight_bytes):
         found = work.codec.encode_groups([group for _, group in work.groups], threads)
     return _write(work, found, threads, write)
+
+
+def _finish(work: _Work, found: Sequence[EncodedGroup], threads: int) -> tuple[bytes, DeltaSummary]:
+    """Return the file of groups that are encoded already."""
+    pieces: list[Buffer] = []
+    header, summary = _write(work, found, threads, pieces.append)
+    return join_pieces([header, *pieces], threads), summary
 
 
 def _write(work: _Work, found: Sequence[EncodedGroup], threads: int, write: Callable[[Buffer], object]) -> tuple[bytes, DeltaSummary]:

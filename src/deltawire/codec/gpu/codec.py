@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from ...dtypes import DTYPES
 from .. import default_codec
 from ..base import EncodedGroup, EncodeGroup, Lanes, Sums
-from ..bits import Bits, BitsColumn, DeviceBits, Indices, MasterWeightBits, QuantisedBits, on_gpu
+from ..bits import Bits, BitsColumn, DeviceBits, Indices, MasterWeightBits, QuantisedBits, ScalesOnDevice, on_gpu
 from . import device as devices
 from .codec_stream import codec_stream, host_codec_works
 from .digest import digest_tensors
@@ -41,7 +42,7 @@ class GpuCodec:
 
     def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
         """See `codec.base.Codec`. A group with tensors on a GPU is encoded there; tensors that are elsewhere are copied to it."""
-        sets: dict[tuple[torch.device, int], list[int]] = {}
+        sets: dict[torch.device, dict[int, list[int]]] = {}
         found: dict[int, EncodedGroup] = {}
         on_host = []
         for number, group in enumerate(groups):
@@ -49,15 +50,15 @@ class GpuCodec:
             if device is None:
                 on_host.append(number)
             else:
-                sets.setdefault((device, group.type.width), []).append(number)
+                sets.setdefault(device, {}).setdefault(group.type.width, []).append(number)
         if on_host:
             host = default_codec()
             found.update(zip(on_host, host.encode_groups([groups[number] for number in on_host], threads), strict=True))
-        for (device, _), numbers in sets.items():
-            with codec_stream(device) as stream:
-                encoded = _encode_on_device([groups[number] for number in numbers], device)
-                stream.synchronize()
-            found.update(zip(numbers, encoded, strict=True))
+        for device, widths in sets.items():
+            for numbers, encoded in zip(
+                widths.values(), _encode_widths([[groups[i] for i in numbers] for numbers in widths.values()], device), strict=True
+            ):
+                found.update(zip(numbers, encoded, strict=True))
         return [found[number] for number in range(len(groups))]
 
     def resolution(self, threads: int, budget: int) -> GpuResolution:
@@ -127,6 +128,28 @@ def sizes_of(column: Sequence[Bits]) -> Numbers:
     if set(map(type, column)) <= {DeviceBits, MasterWeightBits}:
         return np.array([bits.tensor.numel() for bits in column], np.int64)  # type: ignore[union-attr]
     return np.array([bits.size for bits in column], np.int64)
+
+
+def _encode_widths(widths: Sequence[Sequence[EncodeGroup]], device: torch.device) -> list[list[EncodedGroup]]:
+    """Encode groups that are sorted by the width of their elements.
+
+    Threads encode all widths at the same time: one prepares its work while another waits for the GPU. All use the codec's stream.
+    """
+    gpu = devices.gpu_at(device)
+
+    def encode(groups: Sequence[EncodeGroup], stream: torch.cuda.Stream) -> list[EncodedGroup]:
+        with gpu.using(stream):
+            return _encode_on_device(groups, device)
+
+    with codec_stream(device) as stream:
+        if len(widths) == 1:
+            found = [_encode_on_device(widths[0], device)]
+        else:
+            with ThreadPoolExecutor(len(widths) - 1, "deltawire-encode") as pool:
+                others = [pool.submit(encode, groups, stream) for groups in widths[1:]]
+                found = [_encode_on_device(widths[0], device), *(other.result() for other in others)]
+        stream.synchronize()
+    return found
 
 
 def _encode_on_device(groups: Sequence[EncodeGroup], device: torch.device) -> list[EncodedGroup]:
@@ -201,15 +224,17 @@ def _describe_quantised(
     numbers = [] if isinstance(news, BitsColumn) else [number for number, bits in enumerate(news) if type(bits) is QuantisedBits]
     if not numbers:
         return None
+    weights = [bits for bits in news if isinstance(bits, QuantisedBits)]
     rows = np.zeros(len(numbers), QUANTISED)
-    for row, number in zip(rows, numbers, strict=True):
-        bits = news[number]
-        assert isinstance(bits, QuantisedBits)
-        for name, tensor in bits.scales._asdict().items():
-            row[name] = 0 if tensor is None else tensor.data_ptr()
-        row["kind"], row["source"], row["group"] = bits.facts
-        row["flags"] = bits.makes_scales * _MAKES_SCALES + (number in quantised_bases) * _MAKES_BASE
-        row["columns"], row["width"] = bits.tensor.shape[-1], -(-bits.tensor.shape[-1] // 128)
+    for name, tensors in zip(ScalesOnDevice._fields, zip(*(bits.scales for bits in weights), strict=True), strict=True):
+        rows[name] = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    for name, facts in zip(("kind", "source", "group"), zip(*(bits.facts for bits in weights), strict=True), strict=True):
+        rows[name] = facts
+    rows["flags"] = [
+        bits.makes_scales * _MAKES_SCALES + (number in quantised_bases) * _MAKES_BASE for number, bits in zip(numbers, weights, strict=True)
+    ]
+    rows["columns"] = [bits.tensor.shape[-1] for bits in weights]
+    rows["width"] = -(-rows["columns"].astype(np.int64) // 128)
     memory = devices.gpu_at(device).upload(rows)
     addresses = np.zeros(len(news), np.uint64)
     addresses[numbers] = memory.data_ptr() + np.arange(len(numbers), dtype=np.uint64) * QUANTISED.itemsize
