@@ -122,7 +122,8 @@ def follow(tmp_path: Path) -> Iterator[Callable[..., LiveSidecar]]:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     scene = Scene(tmp_path)
     yield scene
     scene.sidecar.close()
@@ -133,20 +134,11 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 def one_call(scene: Scene) -> Scene:
     """A scene whose server swaps in one call and serves a version already."""
     scene.server.one_call = True
-    scene.publish()
-    scene.sidecar.step()
-    scene.server.calls.clear()
-    scene.events.clear()
+    scene.serve()
     return scene
 
 
 @pytest.fixture
-def live(scene: Scene) -> Scene:
+def live(one_call: Scene) -> Scene:
     """A scene whose server takes deltas into its live memory, and has its first version."""
-    scene.server.one_call = scene.server.is_live = True
-    scene.publish()
-    scene.sidecar.step()
-    assert scene.server.calls == ["learn", "adopt 1", "prepare", "swap drop"]  # the first version comes from the mirror
-    scene.server.calls.clear()
-    scene.events.clear()
-    return scene
+    return one_call

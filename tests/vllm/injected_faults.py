@@ -1,8 +1,8 @@
 """A vLLM plugin for tests. Updates fail half-way in the workers of the ranks that the file named by DELTAWIRE_TEST_FAULTS lists.
 
-{"write": RANKS}          fails when half of an update from the mirror is written
 {"load": RANKS}           fails to load everything
 {"apply": RANKS}          fails when an update of live memory is written
+{"revert": RANKS}         fails to write the old values back
 {"killed-staging": RANKS} is killed while it decodes an update
 {"killed-written": RANKS} is killed when an update of live memory is written, and not confirmed yet
 {"late": RANKS}           has wrong weights when it confirms an update after the swap
@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -28,11 +27,10 @@ def register() -> None:
     from deltawire.engines.vllm import loading
     from deltawire.engines.vllm.live.layout_update import LayoutUpdate
     from deltawire.engines.vllm.live.live_weights import LiveWeights
-    from deltawire.engines.vllm.mirror.element_map import MappedChanges
 
-    if getattr(loading.load_all, "is_faulty", False):
+    if getattr(loading.load_tensors, "is_faulty", False):
         return
-    write, load_all, apply, add = MappedChanges.write, loading.load_all, LayoutUpdate.apply, LayoutUpdate.add
+    load_tensors, apply, add, revert = loading.load_tensors, LayoutUpdate.apply, LayoutUpdate.add, LayoutUpdate.revert
     check_direct, execute = LiveWeights.check_direct, GPUModelRunner.execute_model
 
     def fails(kind: str) -> bool:
@@ -41,16 +39,10 @@ def register() -> None:
         faults = json.loads(Path(path).read_text()) if Path(path).exists() else {}
         return get_world_group().rank_in_group in faults.get(kind, [])
 
-    def write_some(mapped: MappedChanges) -> None:
-        if fails("write"):
-            write(dataclasses.replace(mapped, scatters=mapped.scatters[: len(mapped.scatters) // 2]))
-            raise RuntimeError("injected: half of the tensors are written")
-        write(mapped)
-
-    def load_nothing(model: Any, model_config: Any, weights: Any) -> None:
+    def load_nothing(model: Any, model_config: Any, tensors: Any) -> None:
         if fails("load"):
             raise RuntimeError("injected: nothing can be loaded")
-        load_all(model, model_config, weights)
+        load_tensors(model, model_config, tensors)
 
     def add_or_die(update: LayoutUpdate, *arguments: Any) -> Any:
         found = add(update, *arguments)
@@ -64,6 +56,11 @@ def register() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if fails("apply"):
             raise RuntimeError("injected: the update is written, but the worker fails")
+
+    def revert_nothing(update: LayoutUpdate) -> None:
+        if fails("revert"):
+            raise RuntimeError("injected: the old values cannot be written")
+        revert(update)
 
     def check_later(weights: LiveWeights) -> None:
         if fails("late"):
@@ -83,5 +80,5 @@ def register() -> None:
 
     LiveWeights.check_direct, GPUModelRunner.execute_model = check_later, execute_stale  # type: ignore[method-assign]
     load_nothing.is_faulty = True  # type: ignore[attr-defined]
-    LayoutUpdate.apply, LayoutUpdate.add = apply_and_fail, add_or_die  # type: ignore[method-assign]
-    MappedChanges.write, loading.load_all = write_some, load_nothing  # type: ignore[method-assign]
+    LayoutUpdate.apply, LayoutUpdate.add, LayoutUpdate.revert = apply_and_fail, add_or_die, revert_nothing  # type: ignore[method-assign]
+    loading.load_tensors = load_nothing

@@ -25,7 +25,6 @@ _BOOT_SECONDS = 300
 _ENTRY_POINTS = """[vllm.general_plugins]
 deltawire = deltawire.engines.vllm.plugin:register
 deltawire_test_faults = injected_faults:register
-deltawire_test_experts = unpacked_experts:register
 deltawire_test_fp8_block = fp8_block_kernel:register
 deltawire_test_memory = model_memory:register
 """
@@ -171,11 +170,13 @@ class LiveServer:
 class LiveSidecar:
     """Run `deltawire sidecar` as a process."""
 
-    def __init__(self, folder: Path, engine: str, source: str, mirror: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, engine: str, source: str, *arguments: str) -> None:
         self._log_path = folder / f"sidecar-{time.monotonic_ns()}.log"
-        command = ["-m", "deltawire.cli", "sidecar", "--engine", engine, "--from", source, "--mirror", mirror, "--spool", folder / "spool"]
+        command = ["-m", "deltawire.cli", "sidecar", "--engine", engine, "--from", source, "--spool", folder / "spool"]
+        environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
         with self._log_path.open("wb") as log:
-            self._process = ForkedPopen("light", [*command, "--poll", "0.05", "--json", *arguments], stdout=log, stderr=log)
+            arguments = (*map(str, command), "--poll", "0.05", "--json", *arguments)
+            self._process = ForkedPopen("light", list(arguments), stdout=log, stderr=log, env=environment)
 
     def events(self, name: str) -> list[dict[str, Any]]:
         found = []

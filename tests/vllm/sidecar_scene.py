@@ -15,7 +15,7 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.reports import Report, read_reports
 from deltawire.engines import KvCache
 from deltawire.engines.vllm.driver.routes import EngineUnreachable, RouteFailed, SwapAnswer
-from deltawire.engines.vllm.driver.sidecar import QUARANTINED_LABEL, Sidecar
+from deltawire.engines.vllm.driver.sidecar import QUARANTINED_LABEL, Sidecar, default_mirror
 from deltawire.events import Event
 from deltawire.store import open_store
 from deltawire.subscribe.tensor_table import load_table
@@ -32,8 +32,8 @@ class ServerDouble:
         """Returns the hash of a commit."""
         self.one_call = False
         self.answers: list[str] = []
-        self.is_live: bool | None = None
-        """True if deltas can be decoded against the live weights. None if the workers do not know of this."""
+        self.is_live = True
+        """True if deltas can be decoded against the live weights."""
         self.asleep = self.held = False
         self.leases: list[tuple[float, bool]] = []
         self.completions, self.completions_status = CompletionsDouble(), 500
@@ -76,9 +76,7 @@ class ServerDouble:
         if "status after a swap" in self.lost and self.calls and self.calls[-1].startswith("swap"):
             raise EngineUnreachable("no answer.")
         core = {"one_call": self.one_call, "paused": self.paused, "asleep": self.asleep, "held": self.held}
-        if self.is_live is not None:
-            core |= {"live": self.is_live, "why_not": None if self.is_live else "of its layout", "commit": self.commit}
-            core |= {"digest": self.digest}
+        core |= {"live": self.is_live, "why_not": None if self.is_live else "of its layout", "commit": self.commit, "digest": self.digest}
         return [{**self.worker, **core}, {**self.worker, **core}]
 
     def learn(self, table: Path) -> list[dict[str, Any]]:
@@ -96,12 +94,12 @@ class ServerDouble:
         outcome = self.answers.pop(0) if self.answers else "made"
         if outcome == "made":
             self.worker |= {"seq": seq, "quarantined": False, "error": None}
-            self.commit = self.hashes(seq) if self.is_live else None
+            self.commit = self.hashes(seq)
             self.name, self.paused, self.held = label, self.paused and not (anew or self.held), False
         elif outcome == "quarantined":
             self.worker |= {"seq": None, "quarantined": True, "error": "half-way"}
             self.name, self.paused = QUARANTINED_LABEL, True
-        self._note(f"swap {kv_cache.value}{' anew' if anew else ''}")
+        self._note(f"swap {kv_cache.value}{self._source() if anew else ''}")
         error = None if outcome == "made" else f"worker 0: {outcome}"
         return SwapAnswer(outcome, error, self.status(), 1.0, 2.0, 3, not self.paused)
 
@@ -122,6 +120,10 @@ class ServerDouble:
 
     def initialise(self, info: dict[str, Any]) -> None:
         self.info = info
+
+    def _source(self) -> str:
+        """Return where the workers load from: a mirror that they were told of, or the store."""
+        return " mirror" if "mirror" in self.info else " store"
 
     def prepare(self, seq: int) -> list[dict[str, Any]]:
         self._note("prepare")
@@ -148,8 +150,10 @@ class ServerDouble:
         assert anew or not self.worker["quarantined"]
         if ("load" if anew else "write") in self.failing:
             self.worker |= {"quarantined": True, "error": "half-way", "seq": None}
+            self.commit = None
         self._note("load" if anew else "write")
         self.worker |= {"seq": seq, "quarantined": False, "error": None}
+        self.commit = self.hashes(seq)
 
     def finish_update(self, weight_version: str | None) -> None:
         self._note("finish")
@@ -174,7 +178,7 @@ class Scene:
         self.events: list[Event] = []
         self.sidecar = self.start()
 
-    def start(self, *, has_mirror: bool = True, **options: Any) -> Sidecar:
+    def start(self, *, has_mirror: bool = False, **options: Any) -> Sidecar:
         return Sidecar(
             self.server,  # type: ignore[arg-type]
             self.folder / "store",
@@ -200,3 +204,17 @@ class Scene:
         with open_store(self.folder / "store") as store:
             (report,) = read_reports(store, ChainLog(store).run)
             return report
+
+    def serve(self) -> int:
+        """Publish the first version, and let the server load it."""
+        seq = self.publish()
+        self.sidecar.step()
+        self.server.calls.clear()
+        self.server.leases.clear()
+        self.events.clear()
+        return seq
+
+    @property
+    def cached_mirror(self) -> Path:
+        """The mirror that is made if there is no other way."""
+        return default_mirror((self.folder / "store").as_uri())

@@ -46,13 +46,13 @@ def test_a_new_sidecar_continues_where_a_killed_one_stopped(
     server = serve(run.checkpoint, ranks=2).wait()
     rng = random.Random(1)
     for _ in range(12):
-        sidecar = follow(server.url, run.store, run.mirror)
+        sidecar = follow(server.url, run.store)
         wait_until(lambda: bool(sidecar.events("synced")) or bool(sidecar.events("swapped")) or rng.random() < 0.05, "signs of life")  # noqa: B023
         run.publish()
         time.sleep(rng.random() * 0.6)
         sidecar.kill()
     version = run.publish()
-    follow(server.url, run.store, run.mirror)
+    follow(server.url, run.store)
     wait_until(lambda: is_at(server, version.seq), "the newest version")
     assert server.routes.checksums() == runtime_hashes(run.state, 2)
     assert len(server.generate()) == 24
@@ -64,7 +64,7 @@ def test_a_server_that_is_killed_comes_back_with_the_newest_version(
     run = start_run(DENSE)
     run.publish(changed=False)
     server = serve(run.checkpoint).wait()
-    follow(server.url, run.store, run.mirror)
+    follow(server.url, run.store)
     for _ in range(3):
         version = run.publish()
     wait_until(lambda: is_at(server, version.seq), "the newest version")
@@ -87,11 +87,11 @@ def test_an_update_that_fails_half_way_in_one_worker_is_reported_and_never_serve
     run.publish(changed=False)
     faults = tmp_path / "faults.json"
     server = serve(run.checkpoint, ranks=2, environment={"DELTAWIRE_TEST_FAULTS": str(faults)}).wait()
-    sidecar = follow(server.url, run.store, run.mirror, "--updates", "mirror")
+    sidecar = follow(server.url, run.store, "--mirror", run.mirror)
     version = run.publish()
     wait_until(lambda: is_at(server, version.seq), "a version before the fault")
 
-    faults.write_text(json.dumps({"write": [rank], "load": [rank]}))
+    faults.write_text(json.dumps({"apply": [rank], "revert": [rank], "load": [rank]}))
     version = run.publish()
     with open_store(run.store) as store:
         chain = ChainLog(store).run
@@ -126,7 +126,7 @@ def test_a_delta_that_one_worker_cannot_write_is_undone_in_all_of_them(
     faults = tmp_path / "faults.json"
     server = serve(run.checkpoint, ranks=2, environment={"DELTAWIRE_TEST_FAULTS": str(faults)}).wait()
     before = run.publish()
-    sidecar = follow(server.url, run.store, run.mirror)
+    sidecar = follow(server.url, run.store)
     wait_until(lambda: is_at(server, before.seq), "a version before the fault")
     hashes = runtime_hashes(run.state, 2)
 
@@ -149,7 +149,7 @@ def test_a_worker_that_is_killed_in_an_update_is_noticed_and_nothing_wrong_is_se
     before = run.publish(changed=False)
     faults = tmp_path / "faults.json"
     server = serve(run.checkpoint, ranks=2, environment={"DELTAWIRE_TEST_FAULTS": str(faults)}).wait()
-    sidecar = follow(server.url, run.store, run.mirror)
+    sidecar = follow(server.url, run.store)
     wait_until(lambda: is_at(server, before.seq), f"the first version: {sidecar.log_tail()}")
     wanted = server.generate()
     answers: list[list[int]] = []
@@ -184,7 +184,7 @@ def test_a_trainer_can_drive_the_routes_and_an_unavailable_version_changes_nothi
     version = run.publish(changed=False)
     server = serve(run.checkpoint, ranks=2).wait()
     routes = server.routes
-    routes.initialise({"mirror": str(run.mirror), "url": run.store, "confirm": "everything"})
+    routes.initialise({"spool": str(run.folder / "spool"), "url": run.store, "confirm": "everything"})
 
     def update(seq: int) -> None:
         routes.pause("abort", clear_cache=True)
@@ -219,7 +219,7 @@ def test_a_trainer_can_drive_the_routes_and_an_unavailable_version_changes_nothi
     version = run.publish(changed=False)
     update(version.seq)
     assert routes.checksums() == runtime_hashes(run.state, 2)
-    assert [worker["last"]["patched_tensors"] for worker in routes.status()] == [1, 1]
+    assert [worker["last"]["loaded_anew"] for worker in routes.status()] == [0, 0]
     update(version.seq - 1)  # this is an older version
     bits[:4] = 0
     with Subscriber(run.store) as reader:
@@ -243,7 +243,7 @@ def test_a_server_has_exact_weights_after_its_trainer_was_killed_several_times(
     moments = [calls // 3, 9, calls // 4, 3, calls // 5]
 
     server = serve(model).wait()
-    follow(server.url, store, tmp_path / "mirror", "--confirm", "everything")
+    follow(server.url, store, "--confirm", "everything")
     command = [killable_trainer.__file__, model, store, tmp_path / "checkpoints", steps]
     ended: list[int] = []
     with load(server, ended):

@@ -150,22 +150,18 @@ def test_an_update_of_another_generation_is_not_written(workers: Callable[..., K
     del other
 
 
-def test_a_checkpoint_that_is_loaded_or_streams_replaces_the_tensors(
-    workers: Callable[..., KeptBases], state: State, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_is_loaded_replaces_the_tensors(workers: Callable[..., KeptBases], state: State) -> None:
     one, two = workers(), workers()
     for worker in (one, two):
         assert worker.hold(table_of(state)) is None
-    new = {**state, **next_state(first_state(), 5)}
+    new = {**state, **next_state(first_state(), 6)}
+    tensors = [(name, to_torch(array.copy())) for name, array in new.items()]
+    one.watch(iter(tensors))  # this worker fails before it takes the first tensor
+    list(two.watch(iter(tensors)))
+    for worker in (one, two):  # the next attempt
+        assert list(worker.watch(iter(tensors))) == tensors
     for worker in (one, two):
-        assert worker.take(saved(tmp_path / "new.safetensors", new)) is None
-    assert_holds(two, new, new)
-    newer = {**new, **next_state(first_state(), 6)}
-    for worker in (one, two):
-        streamed = [(name, to_torch(array.copy())) for name, array in newer.items()]
-        assert list(worker.watch(iter(streamed))) == streamed
-    for worker in (one, two):
-        assert_holds(worker, newer, newer)
+        assert_holds(worker, new, new)
 
 
 def test_a_checkpoint_without_the_tensors_or_too_many_of_them_is_refused(
@@ -177,8 +173,6 @@ def test_a_checkpoint_without_the_tensors_or_too_many_of_them_is_refused(
     assert "bytes that cannot be read" in str(worker.hold(table_of(state)))
     assert worker.hold(table_of(state, "c.bias")) is None
     assert_holds(worker, state, ["c.bias"])
-    other = saved(tmp_path / "other.safetensors", {"a": state["a.weight"]})
-    assert "is not in the checkpoint" in str(worker.take(other))
     assert worker.hold(table_of(state, "c.bias")) is None
     assert_holds(worker, state, ["c.bias"])
 

@@ -13,6 +13,7 @@ from loaded_models import LoadedModel, load_model, publish
 from model_memory import addresses, difference, memory
 from tiny_checkpoints import State, TinyModel, train
 
+from deltawire import Subscriber
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.routes import Routes
 from deltawire.format.records.record_parts import CommitRef
@@ -127,30 +128,52 @@ def loads_in(status: Any) -> Any:
     return status["last"].get("loaded_anew")
 
 
-def test_a_server_that_loads_from_the_mirror_continues_in_live_memory(tmp_path: Path) -> None:
+def mirrored(chain: Chain, folder: Path, number: int) -> str:
+    """Bring a mirror to a version, as the sidecar does. Returns its directory."""
+    with Subscriber(chain.url, folder / "mirror", options=ReaderOptions(pin=False)) as subscriber:
+        subscriber.sync(seq=chain.commits[number].seq)
+    return str(folder / "mirror")
+
+
+def test_a_server_that_loads_from_the_mirror_continues_in_live_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The version that the server started with is not in the chain. So the first update loads everything, from the mirror."""
     chain = Chain(tmp_path, *CASES["dense"], versions=4)
     model, _ = CASES["dense"]
     state = model.state()
     train(state, np.random.default_rng(9), 0.5)
     loaded = load_model(model.save(tmp_path / "other", state))
-    mirror, spool = str(tmp_path / "mirror"), str(chain.spool.folder)
-    backend = start_backend(loaded, mirror=mirror, url=chain.url, spool=spool)
+    spool = str(chain.spool.folder)
+    backend = start_backend(loaded, mirror=mirrored(chain, tmp_path, 1), spool=spool)
     with loaded.active():
-        status = backend.learn(str(chain.spool.table_path))
-        assert status["live"]
-        assert backend.adopt(chain.ref(0).plain())["seq"] is None
-        for number, anew in ((1, 1), (2, 0), (3, 0)):
+        for number, anew in ((1, 1), (2, 0), (3, 0)):  # the layout is learnt when the mirror is loaded
             seq = chain.put(number)
             backend.prepare(seq)
             answer = backend.swap(seq)  # it waits until the update is staged
             assert (answer["outcome"], answer["seq"], loads_in(answer)) == ("made", seq, anew), answer
+            assert answer["live"]
         assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[3]).model))
-        assert backend.swap(chain.commits[1].seq)["outcome"] == "made"  # no hop leads back, but the mirror can
-        assert backend.swap(chain.commits[3].seq)["outcome"] == "made"
+        answer = backend.swap(chain.commits[1].seq)  # no hop leads back, but the mirror has the version
+        assert (answer["outcome"], loads_in(answer)) == ("made", 1)
+        refused = backend.swap(chain.commits[3].seq)
+        assert (refused["outcome"], refused["seq"]) == ("refused", chain.commits[1].seq)
+        assert f"mirror holds commit {chain.commits[1].seq}" in refused["error"]
         backend.init_transfer_engine(type(backend._info)(spool=spool))  # other settings: layout and version stay
-        assert backend.status()["seq"] == chain.commits[3].seq
-        assert backend.learn(str(chain.spool.table_path))["seq"] == chain.commits[3].seq
+        assert backend.status()["seq"] == chain.commits[1].seq
+        assert backend.learn(str(chain.spool.table_path))["seq"] == chain.commits[1].seq
+
+        from deltawire.engines.vllm import loading
+
+        backend.init_transfer_engine(type(backend._info)(spool=spool, mirror=mirrored(chain, tmp_path, 2)))
+        before = memory(loaded.model)
+        with monkeypatch.context() as patch:
+            patch.setattr(loading, "load_tensors", lambda model, config, tensors: list(tensors))
+            answer = backend.swap(chain.commits[2].seq, anew=True)
+        assert (answer["outcome"], answer["quarantined"]) == ("quarantined", True)
+        assert "do not have the digest" in answer["error"]
+        assert not difference(memory(loaded.model), before)
+        answer = backend.swap(chain.commits[2].seq)
+        assert (answer["outcome"], answer["quarantined"], loads_in(answer)) == ("made", False, 1)
+    assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[2]).model))
     backend.shutdown()
 
 
@@ -161,7 +184,7 @@ def test_a_late_check_does_not_see_weights_that_are_being_loaded(tmp_path: Path,
     from deltawire.engines.vllm.live.live_staging import LiveStaging
     from deltawire.engines.vllm.live.live_weights import LiveWeights
 
-    backend = start_backend(loaded, mirror=str(tmp_path / "mirror"), url=chain.url, spool=str(chain.spool.folder), confirm="written")
+    backend = start_backend(loaded, mirror=mirrored(chain, tmp_path, 2), spool=str(chain.spool.folder), confirm="written")
     is_checking, may_check, checked = threading.Event(), threading.Event(), threading.Event()
     check = LiveWeights.check_direct
 
@@ -177,13 +200,13 @@ def test_a_late_check_does_not_see_weights_that_are_being_loaded(tmp_path: Path,
         monkeypatch.setattr(LiveWeights, "check_direct", slowly)
         assert backend.swap(chain.put(1))["outcome"] == "made"
         is_checking.wait()
-        load_all = loading.load_all
+        load_tensors = loading.load_tensors
 
         def load_when_checked(*arguments: Any) -> None:
             assert checked.is_set()
-            load_all(*arguments)
+            load_tensors(*arguments)
 
-        monkeypatch.setattr(loading, "load_all", load_when_checked)
+        monkeypatch.setattr(loading, "load_tensors", load_when_checked)
         wait = LiveStaging.wait
 
         def wait_for_check(staging: LiveStaging) -> None:
@@ -239,7 +262,7 @@ def test_failed_swaps_are_undone_or_quarantine_the_worker(tmp_path: Path, monkey
     chain = Chain(tmp_path, *CASES["dense"])
     loaded = load_model(chain.checkpoints[0])
     before = memory(loaded.model)
-    backend = start_backend(loaded, spool=str(chain.spool.folder), mirror=str(tmp_path / "mirror"), url=chain.url)
+    backend = start_backend(loaded, spool=str(chain.spool.folder), mirror=mirrored(chain, tmp_path, 1))
     apply = LayoutUpdate.apply
 
     def apply_and_fail(update: LayoutUpdate) -> None:
@@ -259,9 +282,8 @@ def test_failed_swaps_are_undone_or_quarantine_the_worker(tmp_path: Path, monkey
             patch.setattr(LayoutUpdate, "revert", lambda update: None)
             answer = backend.swap(seq)
             assert (answer["outcome"], answer["seq"], answer["quarantined"]) == ("quarantined", None, True)
-        assert backend.swap(seq)["outcome"] == "quarantined"  # only an update that loads everything is accepted
-        answer = backend.swap(seq, anew=True)
-        assert (answer["outcome"], answer["seq"], answer["quarantined"]) == ("made", seq, False), answer
+        answer = backend.swap(seq)  # the next update loads everything
+        assert (answer["outcome"], answer["seq"], answer["quarantined"], loads_in(answer)) == ("made", seq, False, 1), answer
         answer = backend.swap(chain.put(2))
         assert (answer["outcome"], loads_in(answer)) == ("made", 0)
     assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[2]).model))
@@ -329,7 +351,19 @@ def test_a_layout_that_cannot_be_updated_says_why(tmp_path: Path, monkeypatch: p
         assert backend.adopt(chain.ref(0).plain())["seq"] is None
         answer = backend.swap(chain.put(1))
         assert answer["outcome"] == "refused"
-        assert "there is no mirror to load it from" in answer["error"]
+        assert "no URL was given to load it from" in answer["error"]
+        backend.init_transfer_engine(type(backend._info)(spool=str(tmp_path / "other"), url=chain.url))
+        assert "loads everything: " in backend.prepare(chain.commits[0].seq)["staging_error"]
+        answer = backend.swap(chain.commits[0].seq)
+        assert (answer["outcome"], answer["live"], loads_in(answer)) == ("made", False, 1), answer
+        answer = backend.swap(chain.commits[1].seq)
+        assert (answer["outcome"], answer["seq"]) == ("refused", chain.commits[0].seq)
+        assert "only a mirror has the version" in answer["error"]
+        backend.init_transfer_engine(type(backend._info)(spool=str(chain.spool.folder), mirror=mirrored(chain, tmp_path, 1)))
+        answer = backend.swap(chain.commits[1].seq)
+        assert (answer["outcome"], answer["live"], loads_in(answer)) == ("made", False, 1), answer
+        assert backend.learn(str(chain.spool.table_path))["seq"] == chain.commits[1].seq  # the weights are the same
+        assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[1]).model))
         monkeypatch.delenv("DELTAWIRE_LEARN")
         assert "SpoolError" not in (backend.learn(str(tmp_path / "nothing.json"))["why_not"] or "SpoolError")
         assert backend.learn(str(chain.spool.table_path))["live"]

@@ -50,7 +50,7 @@ def test_a_server_and_a_sidecar_start_as_the_pages_say(
     server = serve(run.checkpoint, arguments=[*flags[:at], *flags[at + 2 :]]).wait()
     words = shlex.split(by_page["docs/serve.md"][1])
     assert words == ["deltawire", "sidecar", "--engine", "http://127.0.0.1:8000", "--from", "s3://bucket/run"]
-    sidecar = follow(server.url, run.store, run.mirror)
+    sidecar = follow(server.url, run.store)
     wait_until(lambda: bool(sidecar.events("swapped")), "the first version")
     assert sidecar.events("swapped")[-1]["seq"] == version.seq
     assert re.fullmatch(r"deltawire member --from \S+ --env \S+ --engine vllm=http://127.0.0.1:8000", by_page["docs/fleet.md"][1])

@@ -12,6 +12,7 @@ from deltawire.errors import EngineQuarantined, EngineRefused, EngineUnavailable
 
 
 def test_a_version_is_staged_before_the_pause_and_named_before_the_server_continues(scene: Scene) -> None:
+    scene.serve()
     seq = scene.publish()
     assert scene.sidecar.step() is not None
     assert scene.server.calls == ["prepare", "pause keep clear", "start", "write", "finish", "resume"]
@@ -24,6 +25,7 @@ def test_a_version_is_staged_before_the_pause_and_named_before_the_server_contin
 
 
 def test_a_version_that_cannot_be_staged_never_pauses_the_server(scene: Scene) -> None:
+    scene.serve()
     scene.publish()
     scene.server.failing = {"stage"}
     with pytest.raises(EngineRefused, match="no such version"):
@@ -33,6 +35,7 @@ def test_a_version_that_cannot_be_staged_never_pauses_the_server(scene: Scene) -
 
 
 def test_a_server_that_refuses_continues_with_what_it_has(scene: Scene) -> None:
+    scene.serve()
     scene.publish()
     scene.server.failing = {"start"}
     with pytest.raises(EngineRefused):
@@ -42,6 +45,7 @@ def test_a_server_that_refuses_continues_with_what_it_has(scene: Scene) -> None:
 
 
 def test_an_update_that_fails_half_way_is_repaired_before_the_server_continues(scene: Scene) -> None:
+    scene.serve()
     seq = scene.publish()
     scene.server.failing = {"write"}
     scene.sidecar.step()
@@ -51,6 +55,7 @@ def test_an_update_that_fails_half_way_is_repaired_before_the_server_continues(s
 
 
 def test_a_server_that_cannot_be_repaired_stays_paused_until_it_can(scene: Scene) -> None:
+    scene.serve()
     scene.publish()
     scene.server.failing = {"write", "load"}
     for _ in range(2):
@@ -67,8 +72,7 @@ def test_a_server_that_cannot_be_repaired_stays_paused_until_it_can(scene: Scene
 
 
 def test_new_weights_are_never_served_under_the_old_label(scene: Scene) -> None:
-    first = scene.publish()
-    scene.sidecar.step()
+    first = scene.serve()
     seq = scene.publish()
     scene.server.failing = {"finish"}
     with pytest.raises(EngineQuarantined):
@@ -96,6 +100,7 @@ def test_a_server_that_does_not_resume_is_resumed_by_the_next_step(scene: Scene)
 
 
 def test_a_server_that_is_lost_during_an_update_is_asked_what_it_has(scene: Scene) -> None:
+    scene.serve()
     seq = scene.publish()
     scene.server.lost = {"write"}
     with pytest.raises(EngineUnreachable):
@@ -123,4 +128,4 @@ def test_a_new_sidecar_resumes_a_server_that_the_one_before_left_paused(scene: S
     again = scene.start()
     again.step()
     again.close()
-    assert scene.server.calls == ["resume"]
+    assert scene.server.calls == ["learn", "resume"]

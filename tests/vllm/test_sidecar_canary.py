@@ -71,7 +71,7 @@ def test_a_server_that_fails_gets_the_version_anew_once_and_is_then_refused(chec
     scene.server.calls.clear()
     with pytest.raises(DecodingDiffers):  # this step loads the version anew
         sidecar.step()
-    assert any(call in ("swap drop anew", "load") for call in scene.server.calls)
+    assert any(call in ("swap drop store", "load") for call in scene.server.calls)
     assert (scene.server.paused, scene.server.name) == (True, QUARANTINED_LABEL)
     scene.server.calls.clear()
     for _ in range(2):
@@ -119,7 +119,7 @@ def test_a_new_sidecar_does_not_trust_a_server_that_has_failed(checked: tuple[Sc
     scene.server.calls.clear()
     with contextlib.closing(scene.start()) as other:
         other.step()
-    assert any(call in ("swap drop anew", "load") for call in scene.server.calls)
+    assert any(call in ("swap drop store", "load") for call in scene.server.calls)
     assert scene.server.name == str(seq)
 
 

@@ -27,10 +27,11 @@ def test_a_swap_in_one_call_sends_one_request(one_call: Scene) -> None:
 @pytest.mark.parametrize(("pause", "allowed"), [("abort", True), ("wait", True), ("keep", False)])
 def test_routes_are_used_if_one_call_is_not_possible_or_not_wanted(scene: Scene, pause: Any, allowed: bool) -> None:
     scene.server.one_call = True
+    scene.serve()
     scene.publish()
     with contextlib.closing(scene.start(pause=pause, one_call=allowed)) as sidecar:
         sidecar.step()
-    assert scene.server.calls == ["prepare", f"pause {pause} clear", "start", "write", "finish", "resume"]
+    assert scene.server.calls == ["learn", "prepare", f"pause {pause} clear", "start", "write", "finish", "resume"]
     assert scene.server.leases == [(60.0, pause == "wait")]  # that pause begins when all requests have ended
 
 
@@ -49,11 +50,11 @@ def test_a_quarantined_server_is_repaired_by_the_next_call(one_call: Scene) -> N
     one_call.server.answers = ["quarantined", "quarantined"]
     with pytest.raises(EngineQuarantined):
         one_call.sidecar.step()
-    assert one_call.server.calls == ["prepare", "swap drop", "swap drop anew"]
+    assert one_call.server.calls == ["prepare", "swap drop", "swap drop store"]
     assert (one_call.server.paused, one_call.server.name) == (True, QUARANTINED_LABEL)
     assert one_call.report().state == QUARANTINED
     one_call.sidecar.step()
-    assert one_call.server.calls[3:] == ["swap drop anew"]
+    assert one_call.server.calls[3:] == ["learn", "swap drop store"]
     assert (one_call.server.paused, one_call.server.name) == (False, str(seq))
     assert one_call.report().state == SERVING
 
@@ -83,7 +84,7 @@ def test_a_server_that_is_gone_during_a_swap_is_asked_by_the_next_step(one_call:
     one_call.server.lost = set()
     one_call.server.calls.clear()
     one_call.sidecar.step()
-    assert one_call.server.calls == []  # it has made the swap
+    assert one_call.server.calls == ["learn"]  # it has made the swap
     assert one_call.server.name == str(seq)
 
 
@@ -115,7 +116,7 @@ def test_a_held_server_is_reported_once_for_each_reason(one_call: Scene) -> None
 def test_a_held_server_is_resumed_only_by_a_version(scene: Scene, is_one_call: bool) -> None:
     scene.server.one_call, scene.server.held, scene.server.paused = is_one_call, True, True
     scene.publish()
-    scene.server.answers, scene.server.failing = ["refused"], {"start"}
+    scene.server.answers, scene.server.failing = ["refused", "refused"], {"start"}
     with pytest.raises(EngineRefused):
         scene.sidecar.step()
     assert scene.server.paused

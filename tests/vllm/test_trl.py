@@ -84,7 +84,7 @@ def test_a_server_has_exact_weights_after_its_trainer_resumed_from_a_checkpoint(
 ) -> None:
     store = str(tmp_path / "store")
     server = serve(model, arguments=["--served-model-name", str(model), "tiny", "--enable-scale-out"]).wait()
-    sidecar = follow(server.url, store, tmp_path / "mirror", "--confirm", "everything")
+    sidecar = follow(server.url, store, "--confirm", "everything")
     checkpoints = tmp_path / "checkpoints"
     with (tmp_path / "killed.log").open("wb") as log:
         killed = ForkedPopen(
@@ -118,7 +118,7 @@ def test_a_server_has_exact_weights_after_its_trainer_resumed_from_a_checkpoint(
     assert min(map(len, made_by)) == 1
     # the sidecar read each version back in full
     assert [swap["seq"] for swap in sidecar.events("swapped") if swap["seq"] >= published[0]] == published
-    assert not sidecar.events("quarantined")
+    assert not sidecar.events("engine-quarantined")
     with Subscriber(store) as reader:
         reader.sync()
         assert server.routes.checksums() == runtime_hashes(dict(reader.state), 1)

@@ -33,7 +33,7 @@ def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
     first = run.publish()
     server = serve(run.checkpoint, arguments=["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]).wait()
     with open_store(run.store) as store:
-        generator = VllmGenerator(store, server.url, run.mirror, poll=0.05, kv_cache=KvCache.MARK)
+        generator = VllmGenerator(store, server.url, poll=0.05, kv_cache=KvCache.MARK)
         try:
             generator.start()
             wait_until(lambda: generator.version == first, "the first version")

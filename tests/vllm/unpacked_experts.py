@@ -1,18 +1,12 @@
-"""A vLLM plugin for tests. With DELTAWIRE_TEST_UNPACKED_EXPERTS, the experts of an MoE stay on the CPU as they were loaded.
+"""A change of vLLM for tests: the experts of an MoE stay on the CPU as they were loaded.
 
 Experts have this layout on GPUs with vLLM's Triton kernels, and never on a CPU. The kernel is a few lines of torch.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
-
-
-def register() -> None:
-    if os.environ.get("DELTAWIRE_TEST_UNPACKED_EXPERTS") is not None:
-        install()
 
 
 def install(replace: Callable[[type, str, Any], None] = setattr) -> None:

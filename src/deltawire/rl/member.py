@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from ..chain.reader_options import ReaderOptions
@@ -41,7 +40,7 @@ class MemberOptions:
     device
         Where transformers puts the model. "auto" means a GPU if there is one.
     mirror
-        The directory that vLLM's workers read.
+        The directory of a mirror from which vLLM's workers load full checkpoints. None if they load them from the store.
     trust
         Public keys. One of them must have signed every record of the chain.
     poll
@@ -172,13 +171,11 @@ def _generator(options: MemberOptions, name: str, store: Store, on_event: OnEven
     if url is not None:
         from ..engines.base import KvCache
         from ..engines.vllm.driver.generation import VllmGenerator
-        from ..engines.vllm.driver.sidecar import default_mirror
 
-        mirror = Path(options.mirror) if options.mirror else default_mirror(options.source)
         return VllmGenerator(
             store,
             url,
-            mirror,
+            options.mirror,
             options=_reader_options(options, name),
             poll=options.poll,
             kv_cache=KvCache(options.kv_cache),

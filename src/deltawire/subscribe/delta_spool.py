@@ -211,7 +211,6 @@ class DeltaSpool:
                 context.to_file(hop, entry, arriving)
                 os.replace(arriving, path)
                 context.report.fetched([entry])
-            os.utime(path)
         return path
 
     @contextlib.contextmanager
@@ -266,7 +265,7 @@ class DeltaSpool:
         self.drop_abandoned()
 
     def _drop_shards(self, *, keep: int = 0) -> None:
-        """Delete the shards that were used longest ago. Without `keep`, delete all, unless a process is loading."""
+        """Delete the shards that were fetched longest ago. Without `keep`, delete all, unless a process is loading."""
         folder = self.folder / "shards"
         if not folder.is_dir():
             return

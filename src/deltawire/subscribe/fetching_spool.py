@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,8 @@ KEPT_HOPS = 2
 class FetchingSpool(DeltaSpool):
     """A spool and the chain that it is filled from.
 
-    All workers of a host may ask for the same hop at the same time: the first one fetches it.
+    All workers of a host may ask for the same hop at the same time: the first one fetches it. The store is opened when something is needed
+    from there for the first time.
 
     Parameters
     ----------
@@ -54,10 +56,10 @@ class FetchingSpool(DeltaSpool):
     ) -> None:
         super().__init__(folder, most_bytes=most_bytes)
         self._options = options or ReaderOptions()
-        self._owns_store = not isinstance(url, Store)
-        self._store = open_store(url, options=self._options.store, on_event=on_event)
-        self._chain = ChainView(self._options.open_log(self._store))
+        self._url = url
         self._on_event = on_event
+        self._opening = threading.Lock()
+        self._opened: ChainView | None = None
 
     def hop(self, base: CommitRef, seq: int) -> SpooledHop | None:
         """Return the hop from a commit to commit `seq`, and fetch it if it is not there. None if no single hop leads there.
@@ -97,8 +99,16 @@ class FetchingSpool(DeltaSpool):
     def _version(self, seq: int) -> Commit:
         target = self._chain.version_at(self._chain.head(), seq)
         if target.seq != seq:
-            raise VersionUnknown(f"commit {seq} in {self._store.url} is a fence, which makes no version.")
+            raise VersionUnknown(f"commit {seq} in {self._chain.log.store.url} is a fence, which makes no version.")
         return target
+
+    @property
+    def _chain(self) -> ChainView:
+        with self._opening:
+            if self._opened is None:
+                store = open_store(self._url, options=self._options.store, on_event=self._on_event)
+                self._opened = ChainView(self._options.open_log(store))
+            return self._opened
 
     def _context(self) -> SyncContext:
         """Return a new sync."""
@@ -109,5 +119,7 @@ class FetchingSpool(DeltaSpool):
 
     def close(self) -> None:
         """Release the store. The files stay."""
-        if self._owns_store:
-            self._store.close()
+        with self._opening:
+            if self._opened is not None and not isinstance(self._url, Store):
+                self._opened.log.store.close()
+            self._opened = None

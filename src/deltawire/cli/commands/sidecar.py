@@ -41,11 +41,6 @@ class SwapBy(str, enum.Enum):
     routes = "routes"
 
 
-class Updates(str, enum.Enum):
-    live = "live"
-    mirror = "mirror"
-
-
 class Confirm(str, enum.Enum):
     auto = "auto"
     written = "written"
@@ -71,22 +66,16 @@ def sidecar(
         typer.Option(
             "--mirror",
             metavar="DIR",
-            help="Keep versions that are loaded in full, and their deltas, in this directory instead of one in ~/.cache/deltawire.",
+            help="Let the server load full checkpoints from a mirror in this directory, and not from the store.",
+            show_default=False,
         ),
     ] = None,
-    no_mirror: Annotated[
-        bool,
-        typer.Option("--no-mirror", help="Keep no checkpoint on this host. The workers load full checkpoints from the store themselves."),
-    ] = False,
     spool: Annotated[
         Path | None,
         typer.Option(
             "--spool", metavar="DIR", help="Keep the next deltas in this directory instead of one in /dev/shm.", show_default=False
         ),
     ] = None,
-    updates: Annotated[
-        Updates, typer.Option("--updates", help="Decode deltas against the server's live weights if possible, or always use the mirror.")
-    ] = Updates.live,
     pause: Annotated[
         Pause,
         typer.Option("--pause", help="At a swap, let running requests go on afterwards, finish them first, or abort them."),
@@ -123,9 +112,10 @@ def sidecar(
     """Keep a running vLLM server up to date with the newest version of a chain.
 
     Start the server on the same machine with `VLLM_SERVER_DEV_MODE=1` and `--weight-transfer-config '{"backend": "deltawire"}'`. The
-    sidecar fetches and decodes a version while the server generates. It pauses the server only to write the changed weights and to read
-    them back. Sidecar and server may be restarted at any time. If the weights of the server are in an unknown state, it stays paused until
-    the sidecar has loaded a full checkpoint.
+    sidecar fetches deltas, and the server decodes them against its own weights while it generates. The server is paused only while the
+    changed weights are written and read back. If it must load a full checkpoint, such as its first version, it does so from the store, with
+    its own credentials, or from a mirror. Sidecar and server may be restarted at any time. If the weights of the server are in an unknown
+    state, it stays paused until it has loaded a full checkpoint.
 
     The command prints a line per version. Ctrl-C and SIGTERM end it with code 0.
     """
@@ -134,12 +124,10 @@ def sidecar(
         raise typer.BadParameter("name the chain of the weights with --from, or that of a LoRA adapter with --lora.", param_hint="--from")
     if source is None and canary is not Canary.off:
         raise typer.BadParameter("--canary checks versions of the weights, so name their chain with --from.", param_hint="--canary")
-    if no_mirror and (mirror is not None or updates is Updates.mirror):
-        raise typer.BadParameter("--no-mirror cannot be combined with --mirror or --updates mirror.")
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
         from ...engines.base import KvCache
         from ...engines.vllm.driver.lora_follower import following
-        from ...engines.vllm.driver.sidecar import Sidecar, default_mirror
+        from ...engines.vllm.driver.sidecar import Sidecar
 
         on_event = ending.with_output(_print_as_json if json else _Listener(verbose))
         followers = start_followers(adapters, engine, spool, reader_options(None, trust, reader=None, pin=pin), on_event)
@@ -149,13 +137,12 @@ def sidecar(
             else Sidecar(
                 engine,
                 source,
-                None if no_mirror else mirror or default_mirror(source),
+                mirror,
                 pause=pause.value,
                 kv_cache=KvCache(kv_cache.value),
                 confirm=confirm.value,
                 canary=canary.value,
                 spool=spool,
-                live=updates is Updates.live,
                 one_call=swap is SwapBy.call,
                 options=reader_options(run, trust, reader=name, pin=pin),
                 threads=threads,
@@ -228,7 +215,7 @@ class _Listener:
         elif event.name == "draft-kept":
             self._notice(f"the draft model is not updated: {fields['reason']}")
         elif event.name == "mirror-used":
-            self._notice(f"updates come from the mirror: {fields['reason']}")
+            self._notice(f"full checkpoints are loaded from a mirror: {fields['reason']}")
         elif event.name == "canary-learnt":
             self._notice(f"log-probs of decoding and prompts differ by {fields['largest']:.2g} before any swap; the canary allows for it")
         elif event.name == "canary-missing":

@@ -65,7 +65,7 @@ MirrorOption: TypeAlias = Annotated[
     typer.Option(
         "--mirror",
         metavar="DIR",
-        help="With vLLM: keep the mirror, which its workers read, in this directory instead of one in ~/.cache/deltawire.",
+        help="With vLLM: let the server load full checkpoints from a mirror in this directory, and not from the store.",
     ),
 ]
 PollOption: TypeAlias = Annotated[

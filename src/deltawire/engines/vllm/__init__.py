@@ -12,10 +12,9 @@ In vLLM's processes, in the order in which an update passes through them:
     live/             updates of live memory, decoded where the weights are
     layout/           learns where a worker keeps the elements of a chain's tensors, from vLLM's own loaders and processing
     modules/          modules whose tensors are results of arithmetic
-    mirror/           updates from a mirror, if updates of live memory are impossible
     worker_model.py   the model, as live updates need it
     draft.py          the draft model of speculative decoding, which follows the chain if its weights are there
-    loading.py        loads weights through the model's own loaders: single tensors, or everything anew
+    loading.py        loads everything anew through the model's own loaders, from files or from the store
     cpu.py            keeps vLLM on CPUs from packing weights in a way that its loaders cannot change
 
 In the process that drives the server, which needs neither vLLM nor torch:

@@ -1,6 +1,6 @@
 """The weight-transfer backend `deltawire`: one object in each worker of a vLLM server.
 
-    POST /init_weight_transfer_engine {"init_info": {"mirror": DIR, "spool": DIR, "url": URL, …}}
+    POST /init_weight_transfer_engine {"init_info": {"spool": DIR, "url": URL, "mirror": DIR, …}}
     POST /collective_rpc {"method": "deltawire_learn", "args": [FILE]}           once: learns the layout of the model
     POST /collective_rpc {"method": "deltawire_adopt", "args": [COMMIT]}         if the loaded weights are those of a version
     POST /collective_rpc {"method": "deltawire_prepare", "args": [SEQ]}          at any time: stages in the background
@@ -9,20 +9,17 @@
     POST /update_weights {"update_info": {"seq": SEQ}}
     POST /finish_weight_update {"weight_version": "SEQ"}, /resume
 
-**Updates of live memory.** If there is a spool, the layout was learnt and the version of the weights is known, deltas are decoded against
-the weights where they are (live_updates.py). Nothing is loaded, and a failed write is undone. The status says whether updates are made
-this way (`live`), and if not, `why_not`. All other updates come from the mirror, or from the store if there is none.
+**Updates.** A delta is decoded against the weights where they are (live/live_updates.py). Nothing is loaded, and a failed write is undone.
+This needs a layout that was learnt, and weights whose version is known. The status says whether updates are made this way (`live`), and if
+not, `why_not`. An update that was not prepared is staged within the pause, which takes longer.
 
-**Loading from the store.** With a spool and a URL, but without a mirror, workers fetch deltas themselves. An update that must load
-everything streams a full checkpoint from the store, shard by shard, and continues with deltas (cold_start.py).
+**Full loads.** All other updates load everything (live/cold_start.py): from the mirror, if it holds the version, or from the store, shard
+by shard. This is how a server gets its first version, unless it was started with one, and how it is repaired.
 
-**Updates from the mirror.** mirror_updates.py describes what they write and what they confirm. An update that was not prepared is staged
-within the pause, which takes longer.
-
-**What happens on failures.** All workers stage an update before any of them writes, so a failure up to then changes nothing. If an update
-of live memory fails later, all workers write the old values back. If that fails, or an update from the mirror or the store fails, all
-workers become *quarantined*: their weights are in an unknown state. The call fails, and the server stays paused until a client resumes it.
-Quarantined workers accept only an update that loads everything.
+**What happens on failures.** All workers stage an update before any of them writes, so a failure up to then changes nothing. If it fails
+later, all workers write the old values back. If that fails, or loading fails, all workers become *quarantined*: their weights are in an
+unknown state. The call fails, and the server stays paused until a client resumes it. The next update of quarantined workers loads
+everything.
 """
 
 from __future__ import annotations
@@ -41,19 +38,17 @@ from ...codec.gpu.device import let_others_go_first
 from ...errors import CorruptRecord, EngineError, EngineQuarantined, EngineRefused
 from ...format.records.canonical import Fields
 from ...format.records.record_parts import CommitRef
-from ...subscribe.delta_spool import DeltaSpool
+from ...subscribe.delta_spool import DeltaSpool, default_spool
 from ...subscribe.fetching_spool import FetchingSpool
 from . import OLDEST_VLLM, lost_wakeups
 from .draft import tell_drafts
 from .live.cold_start import ColdStart
 from .live.kept_bases import KeptBases
-from .live.live_updates import LiveUpdates
+from .live.live_updates import NOT_LEARNT, LiveUpdates
 from .live.live_weights import Confirm, LiveWeights
 from .live.peers import PeerBases
 from .live.update_types import Outcome, SwapOutcome
-from .mirror.mirror_updates import MirrorUpdates
-from .mirror.staging import Stager
-from .ranks import failed_ranks, raises_for_all
+from .ranks import failed_ranks, raises_for_all, share
 from .worker_model import WorkerModel
 
 logger = init_logger("vllm.deltawire")
@@ -61,18 +56,18 @@ logger = init_logger("vllm.deltawire")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where versions come from.
+    """Where versions come from. At least one of `spool`, `url` and `mirror` is needed.
 
     Parameters
     ----------
     mirror
-        The directory of the mirror, which all workers of a host share. None if versions come only from the spool.
+        The directory of a mirror, which all workers of a host share and another process keeps up to date. Full checkpoints are loaded from
+        it. None if there is none.
     spool
-        The directory of the spool, which all workers of a host share. None if versions come only from the mirror.
+        The directory from which all workers of a host take deltas. None means the usual one (`default_spool`).
     url
-        The location of the chain. The workers then bring the mirror to the requested versions themselves. If there is only a spool, they
-        fetch deltas into it, and load full checkpoints from the store. Without a URL, another process does this, such as `deltawire
-        sidecar`.
+        The location of the chain. The workers then fetch what is in neither the spool nor the mirror. Without a URL, another process must
+        do this, such as `deltawire sidecar`.
     run
         The name that the run must have.
     trusted_keys
@@ -81,7 +76,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
         What is read back after each update. "auto" reads the elements that were written, and digests the tensors in checkpoint layout,
         within the swap if that is quick. "written" digests them after the swap. "everything" reads all tensors within the swap.
     threads
-        Number of threads for decoding and comparing. None means one per core; for decoding in the memory of a CPU server, it means one.
+        Number of threads for decoding and digests. None means one per core; for decoding in the memory of a CPU server, it means one.
     """
 
     mirror: str | None = None
@@ -122,23 +117,21 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if not hasattr(self, "model"):
             raise EngineRefused(f"this vLLM is too old for the weight-transfer backend deltawire, which needs vLLM {OLDEST_VLLM} or later.")
         self._info: InitInfo | None = None
-        self._mirror = MirrorUpdates(self.model, self.vllm_config)
         self._model = WorkerModel(self.model, self.vllm_config)
         self._weights: LiveWeights | None = None
         self._updates: LiveUpdates | None = None
         self._bases: KeptBases | None = None
         self._peers: PeerBases | None = None
         self._cold_start: ColdStart | None = None
-        """Loads versions from the store. None if they come from a mirror, or only from the spool."""
-        self._is_staging_live = False
-        """True if the last update that was prepared is decoded against live memory."""
+        self._spool: DeltaSpool | None = None
+        self._why_not: str | None = NOT_LEARNT
+        """The reason why updates could not be written to live memory with the settings before these."""
         self._is_for_draft = False
         """True during an update of the draft model alone."""
         if self.device.type != "cpu":
             let_others_go_first()
             if getattr(self.vllm_config, "speculative_config", None) is None:  # otherwise the worker has not told the draft yet
                 self._model.learn_early()
-        self._is_quarantined = False
         self._error: str | None = None
         self._last: dict[str, float] = {}
         lost_wakeups.look_often()
@@ -147,23 +140,17 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
     # Methods that vLLM calls
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Set where versions come from. The same settings again change nothing. Other settings make the next update load everything."""
+        """Set where versions come from. The same settings again change nothing. The version of the weights stays."""
         if init_info.confirm not in ("auto", "written", "everything"):
             self._raise(EngineRefused, f'confirm must be "auto", "written" or "everything", not {init_info.confirm!r}')
             return
-        if init_info.mirror is None and init_info.spool is None:
-            self._raise(EngineRefused, "name a mirror or a spool, where versions come from")
+        if init_info.mirror is None and init_info.spool is None and init_info.url is None:
+            self._raise(EngineRefused, "name a spool, a URL or a mirror, where versions come from")
             return
         if init_info == self._info:
             return
         self.shutdown()
-        options = ReaderOptions(run=init_info.run, trusted_keys=tuple(init_info.trusted_keys))
-        if init_info.mirror is not None:
-            mirror = Path(init_info.mirror)
-            self._mirror.stager = Stager(mirror, init_info.url, options, init_info.threads, self._mirror.map_changes)
-            self._mirror.confirms_everything = init_info.confirm == "everything"
-        if init_info.spool is not None:
-            self._start_live_updates(init_info, Path(init_info.spool), options)
+        self._start(init_info)
         self._info = init_info
 
     def start_weight_update(self) -> None:
@@ -192,8 +179,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             return
         found = self._bring(update_info.seq, anew=update_info.anew)
         self._error, self._last = found.error, {"loaded_anew": 0, **found.times}
-        if found.outcome != "refused":
-            self._is_quarantined = found.outcome == "quarantined"
+        if found.outcome == "quarantined" and self._updates is not None:
+            self._updates.quarantine()
         if found.outcome == "refused":
             self._raise(EngineRefused, f"the workers did not take commit {update_info.seq}: nothing was changed")
         elif found.outcome == "quarantined":
@@ -201,19 +188,17 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         """Raise, in the last worker, if the weights are in an unknown state."""
-        if self._is_quarantined:
+        if self._weights is not None and self._weights.is_quarantined:
             self._raise(EngineQuarantined, "the last update failed")
 
     def shutdown(self) -> None:
-        """Release the mirror and the store. The weights stay, but their version is forgotten."""
-        self._mirror.close()
+        """Release the spool and the store. The weights stay, and so do their layout and their version."""
         if self._updates is not None:
             self._updates.close()
-            self._updates = None
-        if self._cold_start is not None:
-            self._cold_start.close()
-            self._cold_start = None
-        self._info = None
+            self._why_not = self._updates.why_not
+        if isinstance(self._spool, FetchingSpool):
+            self._spool.close()
+        self._updates = self._cold_start = self._spool = self._info = None
 
     def take_draft(self, draft: Any, *, is_early: bool = False) -> None:
         """Set the draft model, before anything is learnt.
@@ -256,7 +241,6 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
                 self._updates.adopt(CommitRef.of(Fields(dict(ref), "commit reference")))
             except CorruptRecord as error:
                 self._record(error)
-            self._is_quarantined = self._is_quarantined and self._updates.weights.version is None
         return self.status()
 
     def prepare(self, seq: int) -> dict[str, Any]:
@@ -267,11 +251,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         seq
             The number of the version's commit.
         """
-        self._is_staging_live = self._is_ready() if self._cold_start is not None else self._is_live(int(seq))  # the staging thread fetches
-        if self._updates is not None and self._is_staging_live:
+        if self._updates is not None:
             self._updates.prepare(int(seq))
-        else:
-            self._mirror.prepare(int(seq))
         return self.status()
 
     def swap(self, seq: int, anew: bool = False) -> dict[str, Any]:
@@ -300,10 +281,9 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             self._updates.forget()
         elif self._weights is not None:
             self._weights.forget()
-        self._mirror.forget()
 
     def quarantine(self, reason: str) -> dict[str, Any]:
-        """Take the weights for unknown, because they or their results are wrong. Only an update that loads everything is accepted then.
+        """Take the weights for unknown, because they or their results are wrong. The next update loads everything.
 
         Returns the status.
 
@@ -312,92 +292,58 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         reason
             What is wrong.
         """
-        self.forget()
-        self._is_quarantined, self._error = True, reason
+        if self._updates is not None:
+            self._updates.quarantine()
+        self._error = reason
         return self.status()
 
     def status(self) -> dict[str, Any]:
         """Return the state of this worker, in JSON's types."""
-        stager, held, updates = self._mirror.stager, self._mirror.live, self._updates
-        version = None if self._weights is None else self._weights.version
-        live = updates if self._is_staging_live else None
+        updates, version = self._updates, None if self._weights is None else self._weights.version
         return {
             "initialised": self._info is not None,
-            "seq": held.seq if held is not None else None if version is None else version.ref.seq,
-            "staged": live.staged if live is not None else None if stager is None else stager.staged,
-            "staging_error": live.staging_error if live is not None else None if stager is None else stager.error,
-            "quarantined": self._is_quarantined or (self._weights is not None and self._weights.is_quarantined),
+            "seq": None if version is None else version.ref.seq,
+            "staged": None if updates is None else updates.staged,
+            "staging_error": None if updates is None else updates.staging_error,
+            "quarantined": self._weights is not None and self._weights.is_quarantined,
             "error": self._error,
             "unconfirmed": self._weights is not None and self._weights.is_unconfirmed,
-            "transformed": len(self._mirror.transformed),
-            "derived": len(self._mirror.derived),
             "last": dict(self._last),
             "draft": None if self._model.draft is None else self._model.draft.status(),
             "kept_bytes": 0 if self._bases is None else self._bases.nbytes,
             **({"live": False} if updates is None else updates.status()),
         }
 
-    # The ways of an update. All workers take the same way
-
     def _bring(self, seq: int, *, anew: bool) -> SwapOutcome:
-        if self._info is None:
+        """Bring this worker to a version. All workers take the same way."""
+        updates, cold_start = self._updates, self._cold_start
+        if updates is None or cold_start is None:
             return SwapOutcome("refused", "the weight transfer was not initialised: POST /init_weight_transfer_engine first")
-        if self._updates is not None and not failed_ranks(anew or not self._is_live(seq)):
-            found = self._updates.swap(seq)
-            if found.outcome != "refused":
-                self._mirror.forget()  # the version that the mirror holds is no longer that of the weights
-            return found
-        if self._updates is not None:
-            self._updates.wait()
-        if self._cold_start is not None:
-            return self._cold_start.bring(seq, anew=anew)
-        if self._mirror.stager is None:
-            return SwapOutcome("refused", "the version of the weights is unknown, and there is no mirror to load it from")
-        if self._is_quarantined and not anew:
-            return SwapOutcome("refused", "the last update failed, so only an update that loads everything (`anew`) is accepted")
-        found = self._mirror.bring(seq, anew=anew)
-        if found.outcome != "refused":
-            self._follow_mirror()
-        return found
+        takes_delta = not anew and updates.is_ready and updates.offers(seq)
+        if not failed_ranks(not takes_delta):
+            return updates.swap(seq)
+        updates.wait()
+        return cold_start.bring(seq, anew=anew)
 
-    def _is_ready(self) -> bool:
-        """Return whether an update can be decoded against live memory, if there is one."""
-        return self._updates is not None and self._updates.is_ready and not self._is_quarantined
-
-    def _is_live(self, seq: int) -> bool:
-        """Return whether this worker decodes an update against live memory. If only the mirror has the version, it does not."""
-        if self._updates is None or not self._is_ready():
-            return False
-        return (self._mirror.stager is None and self._cold_start is None) or self._updates.offers(seq)
-
-    def _follow_mirror(self) -> None:
-        """Take the weights for those of the version that was loaded from the mirror, so that the next update can be one of live memory."""
-        held, updates, bases = self._mirror.live, self._updates, self._bases
-        if updates is None or bases is None:
-            return
-        updates.forget()
-        if held is not None and not failed_ranks(bases.take(held.weights) is not None):
-            updates.adopt(held.ref)
-
-    def _start_live_updates(self, info: InitInfo, folder: Path, options: ReaderOptions) -> None:
-        self._weights = self._live_weights(info)
-        if info.url is None or info.mirror is not None:
-            self._updates = LiveUpdates(self._weights, DeltaSpool(folder), self._peers)
-            return
-        spool = FetchingSpool(folder, info.url, options=options)
-        self._updates = LiveUpdates(self._weights, spool, self._peers)
+    def _start(self, info: InitInfo) -> None:
+        places, _ = share(info.spool or str(default_spool(info.url or info.mirror or "")))
+        folder = Path(places[0])  # all workers of a host must have the same one
+        options = ReaderOptions(run=info.run, trusted_keys=tuple(info.trusted_keys))
+        self._weights = self._live_weights(info, folder)
         assert self._bases is not None
-        self._cold_start = ColdStart(self._updates, spool, self._bases, self._model.load)
+        self._spool = DeltaSpool(folder) if info.url is None else FetchingSpool(folder, info.url, options=options)
+        self._updates = LiveUpdates(self._weights, self._spool, self._peers, why_not=self._why_not)
+        mirror = None if info.mirror is None else Path(info.mirror)
+        self._cold_start = ColdStart(self._updates, self._spool, self._bases, self._model.load, mirror=mirror, threads=info.threads)
 
-    def _live_weights(self, info: InitInfo) -> LiveWeights:
+    def _live_weights(self, info: InitInfo, spool: Path) -> LiveWeights:
         """Return the weights with new settings. Their layout and version stay."""
         threads = 1 if info.threads is None and self.device.type == "cpu" else info.threads
         if self._weights is not None:
             self._weights.set(confirm=_confirm(info), threads=threads)
             return self._weights
-        assert info.spool is not None
         model = self._model
-        self._bases = KeptBases(Path(info.spool) / "kept" / str(self.vllm_config.instance_id), model.checkpoint)
+        self._bases = KeptBases(spool / "kept" / str(self.vllm_config.instance_id), model.checkpoint)
         asleep = "the server has sleep mode, whose memory cannot be shared" if self.model_config.enable_sleep_mode else None
         self._peers = PeerBases(self._bases, refusal=asleep)
         return LiveWeights(

@@ -1,10 +1,8 @@
-"""Loads weights into a model through its own loaders: single tensors, or everything anew.
+"""Loads everything anew into a model, through its own loaders. This cannot be reverted: after a failure the model holds a mix of two
+versions.
 
-Single tensors can be loaded only if they are *in place* (see read_back.py). Neither can be reverted: after a failure the model holds a mix
-of two versions.
-
-Everything anew comes from a checkpoint on disk, or from the store: `stream_anchor` fetches a full checkpoint shard by shard, so a host
-needs memory for two shards only. Tensors are given to the model in the order of its modules. vLLM collects the tensors of a module until
+The tensors come from a checkpoint on disk, or from the store: `stream_anchor` fetches a full checkpoint shard by shard, so a host needs
+memory for two shards only. Tensors are given to the model in the order of its modules. vLLM collects the tensors of a module until
 it has all of them, so in any other order it would collect much of the model.
 """
 
@@ -67,40 +65,8 @@ def whole_tensors(weights: Checkpoint, names: Iterable[str]) -> Tensors:
         yield name, maps[home[name]].tensor(name)
 
 
-def write_tensors(model: Any, weights: Checkpoint, names: Sequence[str]) -> None:
-    """Write complete tensors that are in place.
-
-    Parameters
-    ----------
-    model
-        The model.
-    weights
-        The checkpoint.
-    names
-        The tensors to write.
-    """
-    if names:
-        with torch.no_grad():
-            model.load_weights(whole_tensors(weights, names))
-
-
-def load_all(model: Any, model_config: Any, weights: Checkpoint) -> None:
-    """Load everything as at the start, including vLLM's processing after loading, into the memory that the kernels use.
-
-    Parameters
-    ----------
-    model
-        The model.
-    model_config
-        vLLM's configuration of the model.
-    weights
-        The checkpoint.
-    """
-    load_tensors(model, model_config, whole_tensors(weights, module_order(weights)))
-
-
 def load_tensors(model: Any, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Load everything as `load_all` does, from tensors that arrive one after the other.
+    """Load everything as at the start, including vLLM's processing after loading, into the memory that the kernels use.
 
     Parameters
     ----------

@@ -12,10 +12,10 @@ import torch
 from ...errors import CheckpointError, EngineRefused
 from ...format.checkpoints.checkpoint import Checkpoint
 from ...subscribe.tensor_table import TensorSpec, TensorTable
+from . import loading
 from .draft import Draft, Modules, draft_of, load_both
 from .layout.model_layout import DRAFT_PREFIX, ModelLayout, learn_layout
 from .layout.types import ModuleRule, Scatter
-from .loading import Tensors, load_tensors
 from .modules.load_module import ModuleLoad
 from .modules.recompute import process_again, recompute
 
@@ -110,7 +110,7 @@ class WorkerModel:
         assert self._learnt is not None
         return process_again(self._modules, self._vllm_config, self._learnt[1], rule, read)
 
-    def load(self, tensors: Tensors) -> None:
+    def load(self, tensors: loading.Tensors) -> None:
         """Load everything as at the start, into the model and into a draft that follows the chain. The layout must have been learnt.
 
         Parameters
@@ -119,7 +119,7 @@ class WorkerModel:
             All tensors of a version. Those of a module should follow each other.
         """
         if self.draft is None or self._following is None:
-            load_tensors(self.model, self._vllm_config.model_config, tensors)
+            loading.load_tensors(self.model, self._vllm_config.model_config, tensors)
         else:
             load_both(self.model, self._vllm_config, self.draft, self._table, tensors)
 

@@ -1,7 +1,7 @@
 """The process that drives a vLLM server. It needs neither vLLM nor torch.
 
 sidecar.py        follows a chain and brings each version into the server
-server_replica.py the weights of the server, which take updates live, from a spool of deltas, or from a mirror
+server_replica.py the weights of the server: fetches deltas into the spool, or lets the server load a full checkpoint
 server_update.py  the server as an engine for `SwapController`: pause, update, resume
 routes.py         a client of the server's HTTP routes
 readiness.py      a route that tells load balancers whether the server serves a version of the chain

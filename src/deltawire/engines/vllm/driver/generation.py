@@ -55,7 +55,8 @@ class VllmGenerator:
     url
         The address of the server.
     mirror
-        The directory of the mirror, which the server's workers must be able to read.
+        The directory of a mirror, from which the server's workers load full checkpoints. With None, they load them from the store, with
+        their own credentials.
     options
         Which chain to accept, and how to read it.
     poll
@@ -73,7 +74,7 @@ class VllmGenerator:
         self,
         store: Store,
         url: str,
-        mirror: Path | str,
+        mirror: Path | str | None = None,
         *,
         options: ReaderOptions | None = None,
         poll: float = 0.5,

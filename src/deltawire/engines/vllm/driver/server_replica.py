@@ -1,12 +1,12 @@
 """The weights of a vLLM server, as a replica that a subscriber keeps up to date.
 
-An update takes one of two ways:
+An update is *live*: the delta files of one hop go into the spool, the workers decode them against their live memory, and the server swaps.
+This needs workers that have learnt the layout of their model, and a server whose version is known.
 
-- *live*: the delta files of one hop go into the spool, the workers decode them against their live memory, and the server swaps. This is
-  the usual way. It needs workers that have learnt the layout of their model, and a server whose version is known.
-- *from the mirror*: the mirror is brought to the version, the workers compare or load it, and the server swaps. This is the way of the
-  first version, unless the server has been started with it; of repairs; and of models whose layout could not be learnt.
-  Without a mirror, the workers load a full checkpoint from the store instead (cold_start.py).
+Otherwise the server loads a full checkpoint: for its first version, unless it was started with one, and for repairs. The workers load it
+from the store (live/cold_start.py), or from a mirror if the user has named one. A mirror is also made if there is no other way: if the
+layout could not be learnt, so that deltas are of no use to the workers, if the spool cannot be used, or if the workers cannot load from
+the store.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FIRST_SHARE, _NEXT_SHARE, _UNKNOWN_SHARE = 0.8, 0.15, 0.4
 """The first question comes after this share of the time that the last version took, and the next ones after this share of the time since
 the beginning. If there was no version before, only the third share counts."""
 _MOST_LIVE_FAILURES = 2
-"""After this many live updates that failed one after the other, the next one comes from the mirror."""
+"""After this many live updates that were refused one after the other, the version is loaded from a mirror."""
 _KEPT_HOPS = 2
 _MOST_ADOPTED = 64
 """A server may have been started with any of this many versions before the newest one, or with the last full checkpoint."""
@@ -61,28 +61,31 @@ class ReplicaSettings:
 
     Parameters
     ----------
-    mirror
-        The directory of the mirror. None lets the workers load full checkpoints from the store.
     url
         The location of the chain, for workers that load from the store.
-    run
-        The name that the run must have, for the same workers.
     spool
-        The directory of the spool. None takes all updates from the mirror.
+        The directory of the spool.
+    mirror
+        The directory of the mirror, if there must be one.
+    prefers_mirror
+        Whether full checkpoints are loaded from the mirror, and not from the store. A mirror that exists is always preferred.
+    run
+        The name that the run must have, for workers that load from the store.
     confirm
         What the workers read back after each update: "auto", "written" or "everything".
     threads
-        Number of threads for decoding and comparing. None means one per core.
+        Number of threads for decoding and digests. None means one per core.
     trusted_keys
         Public keys. A mirror that none of them signed is not used.
     staging_patience
         Seconds that the workers may take to stage a version.
     """
 
-    mirror: Path | None
-    url: str | None = None
+    url: str
+    spool: Path
+    mirror: Path
+    prefers_mirror: bool = False
     run: str | None = None
-    spool: Path | None = None
     confirm: str = "auto"
     threads: int | None = None
     trusted_keys: Sequence[str] = ()
@@ -118,7 +121,7 @@ class ServerReplica:
         self.last_update: ServerUpdate | None = None
         """The last update, whatever became of it."""
         self._commit: Commit | None = None
-        self._spool = None if settings.spool is None else DeltaSpool(settings.spool)
+        self._spool = DeltaSpool(settings.spool)
         self._is_live = False
         self._live_failures = 0
         self._stage_seconds = 0.0
@@ -128,8 +131,9 @@ class ServerReplica:
         self._refused: Commit | None = None
         """A version whose results were wrong, also after it was loaded anew."""
         self._mirror: MirrorReplica | None = None
-        if settings.mirror is not None and (self._spool is None or settings.mirror.exists()):
-            self._open_mirror(settings.mirror)
+        """The mirror. None if there is none, so that the workers load full checkpoints from the store."""
+        if settings.mirror.exists():
+            self._open_mirror()
         self.mirror = self._mirror
 
     @property
@@ -173,7 +177,7 @@ class ServerReplica:
             if self._is_live and self._commit is not None and self._live_failures < _MOST_LIVE_FAILURES:
                 self._move_live(target, context)
             else:
-                self._move_by_mirror(target, context)
+                self._load(target, context)
 
     def restore(self) -> bool:
         """Bring the server to the version that the mirror has, without the store. Returns False if there is no such version."""
@@ -182,30 +186,21 @@ class ServerReplica:
         if self._commit != self._mirror.commit:
             workers = self._connect()
             if not self._has(workers, self._mirror.commit):
-                self._swap(self._mirror.commit)
+                self._swap_in_mirror(self._mirror.commit)
             self._commit = self._mirror.commit
         return True
 
     def close(self) -> None:
         if self._mirror is not None:
             self._mirror.close()
-        if self._spool is not None:
-            with contextlib.suppress(SpoolError):
-                self._spool.keep_only(0)  # it is usually in memory, and the next sidecar fetches what it needs
+        with contextlib.suppress(SpoolError):
+            self._spool.keep_only(0)  # it is usually in memory, and the next sidecar fetches what it needs
 
     # The version of the server
 
     def _connect(self) -> list[WorkerStatus]:
         """Set the server up, and look at its state. Raises `EngineAsleep` if its weights cannot be changed now."""
-        settings = self._settings
-        info: dict[str, Any] = {"confirm": settings.confirm, "threads": settings.threads}
-        if settings.mirror is not None:
-            info["mirror"] = str(settings.mirror.absolute())
-        else:
-            info |= {"url": settings.url, "run": settings.run, "trusted_keys": list(settings.trusted_keys)}
-        if settings.spool is not None:
-            info["spool"] = str(settings.spool.absolute())
-        self._routes.initialise(info)
+        self._routes.initialise(self._init_info())
         workers = self._routes.status()
         self._tell_hold(workers)
         self._server.observe(workers)
@@ -220,26 +215,21 @@ class ServerReplica:
     def _recognise(self, workers: Sequence[WorkerStatus], target: Commit, context: SyncContext) -> None:
         """Find out which version the server has, and whether it can be updated live."""
         self._is_live, self._live_failures = False, 0
-        if self._has(workers, target) and all(worker.get("commit") in (None, context.log.ref(target).commit) for worker in workers):
-            self._commit = target
-        if self._spool is None or not all("live" in worker for worker in workers):
-            return
+        self._commit = self._labelled(workers, context)
         try:
             (anchor, *_) = context.routes.find(None, target)
             write_table(self._spool.table_path, read_tensor_table(context, anchor))
-        except (ChainError, SpoolError) as error:  # the mirror may have a way without this checkpoint
+        except (ChainError, SpoolError) as error:  # a mirror may have a way without this checkpoint
             self._tell_why_not(str(error))
             return
         workers = self._routes.learn(self._spool.table_path)
         self._is_live = all(worker["live"] for worker in workers)
         self._tell_draft(workers)
         self._tell_why_not(next((str(worker["why_not"]) for worker in workers if worker.get("why_not")), None))
-        if not self._is_live:
-            return
-        known = self._labelled(workers, context)
-        if known is None and self._commit is None and self.controller.state is not SwapState.QUARANTINED:
-            known = self._adopt(_started_with(workers, target, anchor.target, context), context)
-        self._commit = known or self._commit
+        if self._is_live:
+            self._commit = self._labelled(workers, context)
+        if self._is_live and self._commit is None and self.controller.state is not SwapState.QUARANTINED:
+            self._commit = self._adopt(_started_with(workers, target, anchor.target, context), context)
 
     def _labelled(self, workers: Sequence[WorkerStatus], context: SyncContext) -> Commit | None:
         """Return the version that the workers have and the server is labelled with. None if it is no version of this chain."""
@@ -253,6 +243,14 @@ class ServerReplica:
         if commit is None or commit.digest is None or context.log.ref(commit).commit != commit_hash:
             return None
         return commit
+
+    def _init_info(self) -> dict[str, Any]:
+        """Return what the workers must know. Workers that load from a mirror need no access to the store."""
+        settings = self._settings
+        info: dict[str, Any] = {"spool": str(settings.spool.absolute()), "confirm": settings.confirm, "threads": settings.threads}
+        if self._mirror is not None:
+            return info | {"mirror": str(settings.mirror.absolute())}
+        return info | {"url": settings.url, "run": settings.run, "trusted_keys": list(settings.trusted_keys)}
 
     def _adopt(self, candidates: Iterable[Commit], context: SyncContext) -> Commit | None:
         """Return the version that a server was started with. The digest of its weights shows it. None if it is none of these."""
@@ -280,7 +278,7 @@ class ServerReplica:
 
         def take(hops: Sequence[Hop]) -> None:
             if hops and hops[0].base is None:  # the version before was collected, so only a full checkpoint leads to the target
-                self._move_by_mirror(target, context)
+                self._load(target, context)
                 return
             for hop in hops:
                 if hop.source != "fence":  # a fence makes no version, so the next hop starts from the version before it
@@ -294,13 +292,12 @@ class ServerReplica:
             raise
         except SpoolError as error:
             self._tell_why_not(str(error))
-            self._move_by_mirror(target, context)
+            self._load_from_mirror(target, context)
         except EngineQuarantined:
-            self._move_by_mirror(target, context)
+            self._load(target, context)
 
     def _take(self, hop: Hop, context: SyncContext) -> None:
         """Bring the server over one hop, to a complete version."""
-        assert self._spool is not None
         assert self._commit is not None
         with taking(hop):
             self._spool.put(dataclasses.replace(hop, base=self._commit.seq), context)
@@ -311,36 +308,36 @@ class ServerReplica:
         with contextlib.suppress(SpoolError):
             self._spool.keep_only(_KEPT_HOPS)
 
-    def _move_by_mirror(self, target: Commit, context: SyncContext) -> None:
-        if self._settings.mirror is None:
-            self._load_from_store(target, context)
-            return
-        mirror = self._open_mirror(self._settings.mirror)
+    def _load(self, target: Commit, context: SyncContext) -> None:
+        """Let the server load a version in full, from the store if it can, otherwise from a mirror."""
+        if self._mirror is None and not self._settings.prefers_mirror and self._is_live and self._live_failures < _MOST_LIVE_FAILURES:
+            try:
+                self._update(target, anew=True)
+            except (EngineRefused, EngineQuarantined) as error:
+                if self.last_update is None or not self.last_update.was_refused:
+                    raise
+                self._tell_why_not(str(error))  # nothing has changed: the workers may have no credentials for the store
+            else:
+                self._note_loaded(target, context)
+                return
+        self._load_from_mirror(target, context)
+
+    def _load_from_mirror(self, target: Commit, context: SyncContext) -> None:
+        mirror = self._open_mirror()
         mirror.create(context.log.run.id)
         mirror.move(target, context)
         assert mirror.commit is not None
-        self._swap(mirror.commit)
-        context.report.resynced = context.report.resynced or self._commit is not None
-        self._commit, self._live_failures = mirror.commit, 0
+        self._swap_in_mirror(mirror.commit)
+        self._note_loaded(mirror.commit, context)
 
-    def _load_from_store(self, target: Commit, context: SyncContext) -> None:
-        """Let the workers load a full checkpoint from the store, and follow deltas from there to the target."""
-        self._update(target, anew=True)
-        context.report.resynced = context.report.resynced or self._commit is not None
-        self._commit, self._live_failures = target, 0
+    def _swap_in_mirror(self, commit: Commit) -> None:
+        """Let the workers load the version that the mirror holds."""
+        self._routes.initialise(self._init_info())
+        self._update(commit, anew=True)
 
-    def _swap(self, commit: Commit) -> None:
-        """Bring the server to the version in the mirror. If workers fail while they write, load everything before the server is resumed."""
-        takes_deltas = any(worker.get("live") and worker.get("commit") for worker in self._routes.status())
-        anew = takes_deltas or self.controller.state is SwapState.QUARANTINED
-        if not anew:
-            self._stage(Version.of(commit))
-        try:
-            self._update(commit, anew=anew)
-        except EngineQuarantined:
-            if anew:
-                raise
-            self._update(commit, anew=True)
+    def _note_loaded(self, commit: Commit, context: SyncContext) -> None:
+        context.report.resynced = context.report.resynced or self._commit is not None
+        self._commit, self._live_failures = commit, 0
 
     def _stage(self, version: Version) -> None:
         """Return when all workers have staged the update. Generation waits for each question, so few are asked."""
@@ -393,10 +390,10 @@ class ServerReplica:
             "loaded_anew": int(is_anew),
         }
 
-    def _open_mirror(self, folder: Path) -> MirrorReplica:
+    def _open_mirror(self) -> MirrorReplica:
         if self._mirror is None:
             settings = self._settings
-            self._mirror = MirrorReplica(folder, threads=settings.threads, trusted_keys=settings.trusted_keys)
+            self._mirror = MirrorReplica(settings.mirror, threads=settings.threads, trusted_keys=settings.trusted_keys)
         return self._mirror
 
     def _tell_hold(self, workers: Sequence[WorkerStatus]) -> None:
@@ -415,8 +412,8 @@ class ServerReplica:
         self._told_draft = reason
 
     def _tell_why_not(self, reason: str | None) -> None:
-        """Emit an event if updates come from the mirror, once for each reason."""
-        if reason is not None and reason != self._told_why_not and self._settings.mirror is not None:
+        """Emit an event if the server must load from a mirror, once for each reason."""
+        if reason is not None and reason != self._told_why_not:
             emit(self._on_event, "mirror-used", reason=reason)
         self._told_why_not = reason
 

@@ -87,7 +87,7 @@ class ServerUpdate:
     version
         The version to write.
     anew
-        True to load all weights from the mirror. It is the only update that quarantined workers accept.
+        True to load all weights, even if their version is known.
     """
 
     def __init__(self, server: PausableServer, version: Version, *, anew: bool = False) -> None:
@@ -99,6 +99,8 @@ class ServerUpdate:
         """The status of each worker after the update, as far as it is known."""
         self.failure: str | None = None
         """The reason why the workers did not take the update."""
+        self.was_refused = False
+        """True if no worker has changed anything."""
 
     def apply(self) -> None:
         raise NotImplementedError
@@ -133,6 +135,7 @@ class OneCallUpdate(ServerUpdate):
         elif self.answer.outcome == "asleep":
             raise EngineAsleep("the server is asleep, so its weights cannot be changed.")
         elif self.answer.outcome == "refused":
+            self.was_refused = True
             raise EngineRefused(f"the server did not take {self._version.describe()}: {self.failure or 'it gave no reason'}")
         else:
             raise EngineError(f"workers failed while they wrote: {self.failure or 'they gave no reason'}")
@@ -171,6 +174,7 @@ class RoutesUpdate(ServerUpdate):
             self.failure = worker_errors(self.workers) or str(error)
             if self._has_written():
                 raise EngineError(f"workers failed while they wrote: {self.failure}") from error
+            self.was_refused = True
             raise EngineRefused(f"the workers did not take {self._version.describe()}: {self.failure}") from error
         self._server.is_held = False
 

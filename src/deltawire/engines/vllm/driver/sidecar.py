@@ -1,11 +1,10 @@
 """Follow a chain and bring every new version into a running vLLM server.
 
-For each version the sidecar fetches it into the mirror, lets the workers stage what differs, pauses the server, lets the workers write and
-confirm, and resumes the server. Sidecar and server may be killed at any moment, alone or together. The sidecar keeps no state between
-runs: it looks at the mirror, asks the workers which version they have, and asks the server for the label of its weights (`/weight_info`).
-A new sidecar therefore continues where the last one stopped.
+For each version the sidecar fetches the deltas, lets the workers decode them against their live weights, and lets the server swap. Sidecar
+and server may be killed at any moment, alone or together. The sidecar keeps no state between runs: it asks the workers which version they
+have, and asks the server for the label of its weights (`/weight_info`). A new sidecar therefore continues where the last one stopped.
 
-A server whose update failed half-way stays paused until its weights have been loaded anew from the mirror. If someone resumes it by hand
+A server whose update failed half-way stays paused until its weights have been loaded anew. If someone resumes it by hand
 before that, its completions are attributed to `QUARANTINED_LABEL`. The sidecar writes a report to the store (deltawire/chain/reports.py),
 so that the publisher can see the state of the engine. The routes that it uses ask for no key, so the server belongs on loopback.
 """
@@ -52,9 +51,9 @@ class Sidecar:
     url
         The location of the chain, or an open store.
     mirror
-        The directory for versions that the server loads in full: its first one, and repairs. All workers must be able to read it. With
-        None, this host keeps no checkpoint: the workers load full checkpoints from the store, with their own credentials. Updates must
-        then be live.
+        The directory of a mirror, from which the workers load full checkpoints: the first version, and repairs. They must be able to read
+        it, and need no access to the store. With None, they load full checkpoints from the store, with their own credentials. A mirror in
+        this user's cache is then made only if there is no other way, and used if it exists (`default_mirror`).
     pause
         What happens to requests that the server is answering during a swap: "keep" continues them afterwards, "wait" finishes them first,
         "abort" ends them.
@@ -64,8 +63,6 @@ class Sidecar:
         What the workers read back after each update: "written", "everything", or "auto", which reads all that takes little time.
     spool
         The directory from which the workers take deltas. None means a directory in memory (/dev/shm), or in this user's cache.
-    live
-        Whether to decode deltas against the live memory of the workers, if they can. False takes all updates from the mirror.
     canary
         What to check after each update, besides the weights: "self" lets the server generate a few tokens and compares their log-probs with
         those of prompts, "recorded" compares them with the version's record (`deltawire canary`), "off" checks nothing. A server that fails
@@ -75,7 +72,7 @@ class Sidecar:
     options
         Which chain to accept, and how to read it.
     threads
-        Number of threads for decoding and comparing. None means one per core.
+        Number of threads for decoding and digests. None means one per core.
     staging_patience
         Seconds that the workers may take to stage a version.
     on_event
@@ -86,13 +83,12 @@ class Sidecar:
         self,
         engine: str | VllmRoutes,
         url: str | Path | Store,
-        mirror: Path | str | None,
+        mirror: Path | str | None = None,
         *,
         pause: PauseMode = "keep",
         kv_cache: KvCache = KvCache.DROP,
         confirm: str = "auto",
         spool: Path | str | None = None,
-        live: bool = True,
         canary: CanaryKind = "off",
         one_call: bool = True,
         options: ReaderOptions | None = None,
@@ -100,8 +96,6 @@ class Sidecar:
         staging_patience: float = 600.0,
         on_event: OnEvent | None = None,
     ) -> None:
-        if mirror is None and not live:
-            raise ValueError("without a mirror, updates must be live")
         options = options or ReaderOptions()
         self.reader = options.reader or reader_name()
         options = replace(options, reader=self.reader)
@@ -117,10 +111,11 @@ class Sidecar:
         self._store = open_store(url, options=options.store, on_event=on_event)
         self._log = options.open_log(self._store)
         settings = ReplicaSettings(
-            mirror=None if mirror is None else Path(mirror),
             url=str(url) if "://" in str(url) else self._store.url,  # workers have other working directories
+            spool=default_spool(self._store.url) if spool is None else Path(spool),
+            mirror=default_mirror(self._store.url) if mirror is None else Path(mirror),
+            prefers_mirror=mirror is not None,
             run=options.run,
-            spool=(default_spool(self._store.url) if spool is None else Path(spool)) if live else None,
             confirm=confirm,
             threads=threads,
             trusted_keys=tuple(options.trusted_keys),
@@ -206,7 +201,7 @@ class Sidecar:
         return True, {"seq": served.seq, "updates": served.updates}
 
     def close(self) -> None:
-        """Release the mirror and the store. The server keeps its weights."""
+        """Release the spool, the mirror and the store. The server keeps its weights."""
         self._subscriber.close()
         if self._owns_routes:
             self.routes.close()

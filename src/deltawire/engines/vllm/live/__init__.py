@@ -8,5 +8,5 @@ update_types.py   types that these modules share
 ownership.py      which worker digests which elements
 peers.py          tensors that are read from the memory of other workers (peer_memory.py reads it)
 kept_bases.py     one copy on the host of the tensors that no worker's memory has
-cold_start.py     brings workers to a version with nothing but the store
+cold_start.py     loads full checkpoints, from the store or from a mirror
 """

@@ -126,41 +126,23 @@ class KeptBases:
         finally:  # also after a failure: all workers count alike
             self._generation += 1
 
-    def take(self, weights: Checkpoint) -> str | None:
-        """Read the tensors from a checkpoint that was loaded into the model. Returns why that is impossible, or None.
-
-        Parameters
-        ----------
-        weights
-            The checkpoint. All workers load the same one.
-        """
-        try:
-            self._finish()
-            if (reason := _lacks(weights, self._wanted)) is not None:
-                return reason
-            self._fill(weights)
-            return None
-        except (DeltawireError, OSError) as error:
-            return f"{type(error).__name__}: {error}"
-        finally:
-            self._generation += 1
-
     def watch(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a checkpoint that streams into the model, and keep those that are needed. Use it as `take`.
+        """Return the tensors of a checkpoint that is loaded into the model, and keep those that are needed when they are taken.
 
         Parameters
         ----------
         tensors
-            All tensors of the checkpoint.
+            All tensors of the checkpoint. All workers load the same one.
         """
+        self._generation += 1  # at once: all workers count alike, even if one of them fails before the first tensor
         self._finish()
-        try:
-            for name, tensor in tensors:
-                if name in self._claimed:
-                    self._write_whole(name, _bits(tensor, self._wanted[name]))
-                yield name, tensor
-        finally:
-            self._generation += 1
+        return self._kept(tensors)
+
+    def _kept(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            if name in self._claimed:
+                self._write_whole(name, _bits(tensor, self._wanted[name]), self._generation)
+            yield name, tensor
 
     def writes(self, name: str) -> bool:
         """Return whether this worker makes the changes of a tensor.
@@ -232,23 +214,23 @@ class KeptBases:
     def _fill(self, weights: Checkpoint) -> None:
         for name in sorted(self._claimed):
             array = weights[name]
-            self._write_whole(name, np.ascontiguousarray(array).reshape(-1).view(self._wanted[name].dtype.bits))
+            self._write_whole(name, np.ascontiguousarray(array).reshape(-1).view(self._wanted[name].dtype.bits), self._generation + 1)
 
-    def _write_whole(self, name: str, flat: NDArray[Any]) -> None:
+    def _write_whole(self, name: str, flat: NDArray[Any], generation: int) -> None:
         """Write all elements of a tensor. Its file is made if it does not exist, and is complete as soon as it has its name."""
         with spool_errors(self._folder):
             path = self._path(name)
             if name not in self._files and not path.exists():
                 arriving = path.with_suffix(".part")
                 with arriving.open("wb") as file:
-                    file.write(_HEADER.pack(_MAGIC, self._generation + 1).ljust(_DATA_START, b"\0"))
+                    file.write(_HEADER.pack(_MAGIC, generation).ljust(_DATA_START, b"\0"))
                     file.write(flat.data)
                 os.replace(arriving, path)
                 return
             tensor = self._opened(name)
             tensor.generation = _CHANGING
             tensor.array(self._wanted[name]).reshape(-1).view(flat.dtype)[:] = flat
-            tensor.generation = self._generation + 1
+            tensor.generation = generation
 
     def _finish(self) -> None:
         """Wait for the changes of the last swap. Raises what failed."""

@@ -1,7 +1,7 @@
 """Updates of a worker's live memory, as the backend offers them: learn the layout, adopt a version, prepare an update, swap.
 
-Deltas come from a spool (subscribe/delta_spool.py). A server whose layout cannot be updated this way says why (`why_not`). It then takes
-updates from a mirror, as before.
+Deltas come from a spool (subscribe/delta_spool.py). A server whose layout cannot be updated this way says why (`why_not`). Each of its
+updates then loads everything (cold_start.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .update_types import LiveVersion, SwapOutcome
 
 logger = logging.getLogger("vllm.deltawire")
 
+NOT_LEARNT = "the layout of the weights was not learnt"
 _MOST_NAMED = 20
 """The status names at most this many modules."""
 
@@ -42,14 +43,18 @@ class LiveUpdates:
         The spool, where deltas are found.
     peers
         Reads tensors from the memory of other workers. None if there is no such source.
+    why_not
+        Why updates cannot be written to live memory. None if the layout was learnt before, with another spool.
     """
 
-    def __init__(self, weights: LiveWeights, spool: DeltaSpool, peers: PeerBases | None = None) -> None:
+    def __init__(
+        self, weights: LiveWeights, spool: DeltaSpool, peers: PeerBases | None = None, *, why_not: str | None = NOT_LEARNT
+    ) -> None:
         self.weights = weights
         self._peers = peers
         self._spool = spool
         self._staging = LiveStaging(weights, self._spool)
-        self.why_not: str | None = "the layout of the weights was not learnt"
+        self.why_not = why_not
         """The reason why updates cannot be written to live memory. None if they can. It is None in all workers or in none."""
         self._digest: Digest | None = None
         """The digest of what this worker owns. None if it is not known."""
@@ -57,6 +62,8 @@ class LiveUpdates:
         self._kinds: Counter[str] = Counter()
         """The number of tensors of each kind in the layout `_counted`."""
         self._counted: Layout | None = None
+        self._unstaged: str | None = None
+        """The reason why the last call of `prepare` staged nothing."""
 
     @property
     def is_ready(self) -> bool:
@@ -64,21 +71,32 @@ class LiveUpdates:
         return self.why_not is None and self.weights.version is not None
 
     def learn(self, path: Path) -> None:
-        """Learn where the model keeps the tensors of a chain, together with all other workers. Never raises; `why_not` has the reason.
-
-        A table that is known already changes nothing.
+        """Learn the layout of a table in a file, as `learn_table` does. Never raises; `why_not` has the reason.
 
         Parameters
         ----------
         path
             The file of the table (`DeltaSpool.table_path`).
         """
-        self._staging.forget()
-        table, reason = None, None
         try:
-            table = load_table(path)
+            self.learn_table(load_table(path))
         except DeltawireError as error:
-            reason = str(error)
+            self.learn_table(None, str(error))
+
+    def learn_table(self, table: TensorTable | None, reason: str | None = None) -> None:
+        """Learn where the model keeps the tensors of a chain, together with all other workers. Never raises; `why_not` has the reason.
+
+        A table that is known already changes nothing.
+
+        Parameters
+        ----------
+        table
+            The tensors of the chain. None if this worker could not read them.
+        reason
+            Why this worker could not read them.
+        """
+        self._staging.forget()
+        version = self.weights.version
         if failed_ranks(table is None or table != self.weights.table or self.weights.why_not is not None):
             reason = self._learn(table) if table is not None else reason
             failed = failed_ranks(reason is not None)
@@ -94,6 +112,8 @@ class LiveUpdates:
         self.why_not = reason
         if reason is not None:
             logger.info("deltawire: updates are not written to live memory: %s", reason)
+            if version is not None and self.weights.version is None:  # learning has forgotten it, but the weights are the same
+                self.weights.label(version)
 
     def adopt(self, ref: CommitRef) -> None:
         """Take the weights for those of a version if their digest is that of the version. All workers do this together. Never raises.
@@ -110,6 +130,19 @@ class LiveUpdates:
         if failed_ranks(reason is not None) or not replicas_agree(share(self._replicated)[0]):
             return
         if sum_of(self._digest or Digest()) == ref.digest:
+            self.weights.label(LiveVersion(ref, ref.digest))
+
+    def adopt_loaded(self, ref: CommitRef) -> None:
+        """Take the weights for those of a version that was just loaded in full. Weights that cannot be read back are not checked.
+
+        Parameters
+        ----------
+        ref
+            The commit of the version.
+        """
+        if self.why_not is None:
+            self.adopt(ref)
+        elif ref.digest is not None:
             self.weights.label(LiveVersion(ref, ref.digest))
 
     def offers(self, seq: int) -> bool:
@@ -129,14 +162,18 @@ class LiveUpdates:
             return False
 
     def prepare(self, seq: int) -> None:
-        """Begin to stage the update to a commit.
+        """Begin to stage the update to a commit. An update that loads everything cannot be staged; then `staging_error` says why.
 
         Parameters
         ----------
         seq
             The number of the commit.
         """
-        self._staging.prepare(seq)
+        unknown = None if self.weights.version is not None else "the version of the weights is unknown"
+        reason = self.why_not or unknown
+        self._unstaged = None if reason is None else f"the update to commit {seq} loads everything: {reason}"
+        if reason is None:
+            self._staging.prepare(seq)
 
     def swap(self, seq: int) -> SwapOutcome:
         """Write the staged update, together with all other workers. An update that is not staged yet is staged first. Never raises.
@@ -171,6 +208,11 @@ class LiveUpdates:
         self.weights.is_quarantined = False
         self._digest = None
 
+    def quarantine(self) -> None:
+        """Note that the weights are in an unknown state."""
+        self.forget()
+        self.weights.is_quarantined = True
+
     def status(self) -> dict[str, Any]:
         """Return the state of the updates, in JSON's types."""
         staged, version, layout = self._staging.staged, self.weights.version, self.weights.layout
@@ -201,7 +243,7 @@ class LiveUpdates:
     @property
     def staging_error(self) -> str | None:
         """The reason why staging failed. None if it did not."""
-        return self._staging.error
+        return self._unstaged or self._staging.error
 
     def _learn(self, table: TensorTable) -> str | None:
         """Learn the layout in this worker. Returns why its weights cannot be updated, or None."""
