@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from deltawire import Publisher, Version
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.cli import app
+from deltawire.engines import KvCache
+from deltawire.engines.vllm.driver import generation
 from deltawire.errors import EngineError, EngineRefused, EngineUnavailable, RewardError
 from deltawire.events import Event
 from deltawire.fleet import Coordinator, FleetOptions, Sampling
@@ -27,6 +29,7 @@ from deltawire.format.records.member_records import Heartbeat, Lease
 from deltawire.format.records.signing import SigningKey
 from deltawire.format.records.trainer_records import Round
 from deltawire.publish.writer_options import WriterOptions
+from deltawire.rl import member as rl_member
 from deltawire.rl.member import MemberOptions, RewardScorer, parse_engine
 from deltawire.store import Store
 from deltawire.store.fleet_keys import member_key
@@ -228,6 +231,14 @@ def test_the_command_takes_options_as_they_are(options: MemberOptions, monkeypat
     done = CliRunner().invoke(app, ["member", *options.to_arguments()])
     assert done.exit_code == 0, done.output
     assert served == [options]
+
+
+def test_a_member_with_vllm_gets_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(generation, "VllmGenerator", lambda *_, **options: made.append(options))
+    options = MemberOptions("store", "vllm=http://127.0.0.1:8000", ("a:b",), "m", kv_cache="mark", canary="self")
+    rl_member._generator(options, "m", MemoryStore(), None)
+    assert [(each["kv_cache"], each["canary"]) for each in made] == [(KvCache.MARK, "self")]
 
 
 def test_engines_are_named_as_documented() -> None:
