@@ -288,7 +288,8 @@ _BALANCED = types.SimpleNamespace(moe_parallel_config=types.SimpleNamespace(enab
     ("method", "attributes", "classes", "how", "reason"),
     [
         (_Method(), {}, {("scale", "scale"): "arithmetic", ("weight", "weight"): "permutation"}, "reprocess", "computes scale"),
-        (_Method(), {}, {("weight", "weight"): "failed"}, "reprocess", "computes"),
+        (_Method(), {}, {("weight", "weight"): "unknown"}, "reprocess", "computes"),
+        (_Method(), {}, {("weight", "weight"): "failed", ("scale", "scale"): "arithmetic"}, "load_anew", "fails on a copy"),
         (_Method(), {}, {("weight", "weight"): "unsafe"}, "load_anew", "changes the live module"),
         (_Method(), {}, {("weight", "weight"): "lost", ("scale", "scale"): "arithmetic"}, "load_anew", "does not keep weight"),
         (_Method(), {"moe_config": _BALANCED}, {}, "refuse", "EPLB"),

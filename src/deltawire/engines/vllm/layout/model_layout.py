@@ -20,7 +20,7 @@ import torch
 from ....subscribe.tensor_table import TensorSpec, TensorTable
 from ....tensors.torch_types import gpu_of
 from ..modules.reachable import Path, at
-from ..modules.recompute import FAILED, LOST, derived_from, moves_experts, rule_for
+from ..modules.recompute import FAILED, LOST, UNKNOWN, derived_from, moves_experts, rule_for
 from . import loader_copies, processing_map
 from .loader_copies import LoaderCopies, LoaderCopy, RawParameter, reach, record_copies
 from .nests import compose, fit, nest_of, positions_of
@@ -363,7 +363,7 @@ class _Learner:
         except Exception as error:  # one module that is unlike all others must not cost the layout of the others
             reason = str(error) if isinstance(error, NotLearnt) else f"its processing cannot be learnt: {type(error).__name__}: {error}"
             self.facts.unlearnt[parameter.module_name] = reason
-            kind = error.kind if isinstance(error, NotLearnt) else FAILED
+            kind = error.kind if isinstance(error, NotLearnt) else UNKNOWN
             return ModuleMap(arithmetic=dict.fromkeys(names, reason), classes={(name, name): kind for name in names})
 
     def _learn_processing(self, module: Any, names: Sequence[str]) -> ModuleMap:

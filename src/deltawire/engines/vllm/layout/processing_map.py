@@ -23,7 +23,7 @@ import torch
 
 from ..modules.module_shell import make_shell, process, raw_of
 from ..modules.reachable import Path, reachable
-from ..modules.recompute import ARITHMETIC, FAILED, UNSAFE
+from ..modules.recompute import ARITHMETIC, FAILED, UNKNOWN, UNSAFE
 from .loader_copies import raw_tensors
 from .position_decoder import PositionDecoder, UnitMap, changed_values, complete_table, is_predicted, whole_nest
 from .unit_values import Fill, constant_fill, digit_fill, digits_of, neutral_value, random_fill, same_words, storage_units
@@ -53,7 +53,7 @@ class ModuleMap:
 class NotLearnt(Exception):
     """The processing of a module cannot be learnt. The message says why."""
 
-    kind = FAILED
+    kind = UNKNOWN
     """The class of the module's outputs (see recompute.py)."""
 
 

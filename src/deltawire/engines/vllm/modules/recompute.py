@@ -27,7 +27,9 @@ from .reachable import numbers_of, put, states_of, tensors_of
 ARITHMETIC = "arithmetic"
 """The class of an output that is computed from a parameter, and cannot be found in it unit by unit."""
 FAILED = "failed"
-"""The class of all outputs of a module whose processing fails on a copy that has no real weights."""
+"""The class of a parameter with which processing fails on a copy. Any result may depend on it."""
+UNKNOWN = "unknown"
+"""The class of all outputs of a module whose processing could not be learnt, because it needs real weights or more memory."""
 UNSAFE = "unsafe"
 """The class of all outputs of a module whose processing on a copy changes the live module."""
 LOST = "lost"
@@ -67,6 +69,8 @@ def rule_for(module: Any, name: str, classes: Mapping[tuple[str, str], str], *, 
         return ModuleRule(name, "load_anew", found, f"{kind} keeps scales as numbers")
     if UNSAFE in classes.values():
         return ModuleRule(name, "load_anew", found, f"the processing of {kind} on a copy changes the live module")
+    if FAILED in classes.values():
+        return ModuleRule(name, "load_anew", found, f"the processing of {kind} fails on a copy of the module")
     if hidden := hidden_state(module):
         return ModuleRule(name, "load_anew", found, f"{kind} keeps results in {hidden}")
     if lost := sorted(parameter for (parameter, _), kind_of_output in classes.items() if kind_of_output == LOST):
