@@ -250,11 +250,12 @@ def test_a_vllm_without_these_parts_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 def test_one_module_that_cannot_be_learnt_does_not_cost_the_others(
     dense: tuple[LoadedModel, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deltawire.engines.vllm.layout import processing_map
+    from deltawire.engines.vllm.layout import model_layout, processing_map
     from deltawire.engines.vllm.layout.model_layout import learn_layout
 
     loaded, weights = dense
     known = processing_map.same_processing
+    monkeypatch.setattr(model_layout, "learn_views", lambda *_: None)
 
     def fail(module: Any) -> Any:
         if module is loaded.model.lm_head:
@@ -278,11 +279,39 @@ def test_learning_can_be_switched_off(dense: tuple[LoadedModel, dict[str, Any]],
     assert {tensor.kind for tensor in layout.tensors.values()} == {"module"}
 
 
-def test_modules_that_do_not_fit_into_memory_are_not_learnt(dense: tuple[LoadedModel, dict[str, Any]]) -> None:
+def test_modules_that_do_not_fit_into_memory_are_not_learnt(
+    dense: tuple[LoadedModel, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deltawire.engines.vllm.layout import model_layout
     from deltawire.engines.vllm.layout.model_layout import learn_layout
 
+    monkeypatch.setattr(model_layout, "learn_views", lambda *_: None)
     loaded, weights = dense
     layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights), most_bytes=1000)
     assert layout.tensors["lm_head.weight"].kind == "module"
     assert "GB are free" in layout.tensors["lm_head.weight"].reason
     assert layout.tensors["model.norm.weight"].kind == "direct"
+
+
+@pytest.mark.parametrize(("recipe", "scale"), [(None, 1), ("fp8-block", 4), ("fp8-channel", 4)])
+def test_weights_that_only_get_other_views_are_learnt_without_memory_for_them(
+    recipe: str | None, scale: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deltawire.engines.vllm.layout import processing_map, processing_views
+    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.modules.module_shell import make_shell, raw_of
+
+    model = TinyModel("views", scale=scale, layers=1)
+    _, (checkpoint,) = publish(tmp_path, model, [model.state()], recipe)
+    loaded, made = load_model(checkpoint), []
+
+    def make_and_count(*arguments: Any) -> Any:
+        shell = make_shell(*arguments)
+        made.append(sum(tensor.nbytes for tensor in raw_of(shell).values() if tensor.device.type != "meta"))
+        return shell
+
+    monkeypatch.setattr(processing_map, "make_shell", make_and_count)
+    monkeypatch.setattr(processing_views, "make_shell", make_and_count)
+    layout = learn_layout(loaded.model, loaded.vllm_config, table_of(read_checkpoint(checkpoint)))
+    assert made == [0] * 6, "a copy of each linear layer and embedding, without any weights"
+    assert {tensor.kind for name, tensor in layout.tensors.items() if "_scale" not in name} == {"direct"}

@@ -70,7 +70,17 @@ def learn(module: Any) -> Any:
             fill = raw.view(getattr(torch, f"int{max(8, each.unit_bits)}"))
             assert is_predicted([each], tensors_of(module)[each.path], Fill(fill.numel(), functools.partial(_part, fill))), (name, each)
     assert holds_for(module, _current(), found)
+    check_views(module, found)
     return found
+
+
+def check_views(module: Any, found: Any) -> bool:
+    """Return whether the processing of a module only makes views. Then what was learnt from values must say the same."""
+    from deltawire.engines.vllm.layout.processing_views import learn_views
+
+    views = learn_views(module, _current(), list(module.raw["values"]))
+    assert views is None or (views.maps == found.maps and not found.arithmetic)
+    return views is not None
 
 
 def _part(words: Any, start: int, end: int) -> Any:
@@ -106,7 +116,9 @@ def test_untouched_and_transposed_parameters_need_few_runs() -> None:
     def process(method: Any, layer: Any) -> None:
         put(layer, "weight", layer.weight.t())
 
-    found = learn(processed(process, weight=values(16, 24), scale=values(100, kind="float32")))
+    module = processed(process, weight=values(16, 24), scale=values(100, kind="float32"))
+    found = learn(module)
+    assert check_views(module, found)
     assert found.arithmetic == {}
     assert found.maps["weight"][0].nests[0].targets == (1,), "a transposed view has the storage of the checkpoint"
     assert found.runs == 4
@@ -232,7 +244,9 @@ def test_a_weight_that_is_rounded_only_with_some_scales_is_arithmetic() -> None:
 def learn_only(module: Any) -> Any:
     from deltawire.engines.vllm.layout.processing_map import learn_module
 
-    return learn_module(module, _current(), list(module.raw["values"]))
+    found = learn_module(module, _current(), list(module.raw["values"]))
+    check_views(module, found)
+    return found
 
 
 def test_a_number_that_is_computed_from_a_parameter_is_arithmetic() -> None:
@@ -359,3 +373,18 @@ def test_sums_and_shuffles_are_arithmetic() -> None:
     found = learn_only(processed(process, weight=values(200, 24)))
     assert found.maps["weight"] == []
     assert "sums" in found.arithmetic["weight"]
+
+
+def test_a_live_tensor_that_is_not_a_view_is_learnt_from_values() -> None:
+    import torch
+
+    def process(method: Any, layer: Any) -> None:
+        put(layer, "weight", layer.weight.t())
+
+    module = processed(process, weight=values(16, 24))
+    assert check_views(module, learn_only(module))
+    module.weight.data = module.weight.data.contiguous()
+    assert not check_views(module, learn_only(module)), "other code has copied the weights"
+    module = processed(process, weight=values(16, 24))
+    module.copied = torch.ones(3)
+    assert not check_views(module, learn_only(module)), "nobody knows what this tensor holds"

@@ -3,7 +3,8 @@
 types.py             the shared types: nests, placements, layouts of tensors
 nests.py             finds nested strides in a list of positions, and composes them
 loader_copies.py     stage 1: runs the model's loaders on meta tensors, and records what they copy where
-processing_map.py    stage 2: runs vLLM's processing on copies of modules, and learns where it moves each unit
+processing_views.py  stage 2 for modules whose processing only makes views
+processing_map.py    stage 2 for others: runs vLLM's processing on copies of them, and learns where it moves each unit
 unit_values.py       values for raw parameters in stage 2: neutral, random, or digits of positions
 position_decoder.py  finds where such digits are after processing
 model_layout.py      composes both stages to the layout of a model

@@ -5,7 +5,7 @@ vLLM keeps the parameters of each module as they were before processing, as meta
 types, and records every copy. This needs no memory and reads no data. Fused matrices, shards and experts come out by themselves, because
 loaders copy views.
 
-This file and processing_map.py are the only ones that use private parts of vLLM for layouts.
+This file, processing_map.py and processing_views.py are the only ones that use private parts of vLLM for layouts.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _makes_view(func):  # most operations of loaders; a view has the storage of what it views
+        if makes_view(func):  # most operations of loaders; a view has the storage of what it views
             return func(*args, **kwargs)
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default and _storage(args[0]) in self._origins:
@@ -409,7 +409,7 @@ def _copy_nests(source: torch.Tensor, target: torch.Tensor, origin: Nest) -> lis
 
 
 @functools.cache
-def _makes_view(func: Any) -> bool:
+def makes_view(func: Any) -> bool:
     """Return whether all results of an operation are views of its inputs."""
     schema = func._schema
     return not schema.is_mutable and bool(schema.returns) and all(result.alias_info is not None for result in schema.returns)

@@ -27,6 +27,7 @@ from .nests import compose, fit, nest_of, positions_of
 from .placements import PIECE, as_bits, coverage, direct_view, distinct, flat_storage, gather, numel, scatters, source_view
 from .position_decoder import UnitMap
 from .processing_map import ModuleMap, NotLearnt, learn_module
+from .processing_views import learn_views
 from .types import ModuleRule, Nest, Placement, Scatter, TensorLayout
 from .unit_values import storage_units
 
@@ -49,6 +50,8 @@ class LearningFacts:
     """Modules whose processing was learnt."""
     reused: int = 0
     """Modules with the processing of an earlier one, for which one run was enough."""
+    viewed: int = 0
+    """Modules whose processing only makes views."""
     unlearnt: dict[str, str] = field(default_factory=dict)
     """Modules whose processing could not be learnt, with the reason."""
 
@@ -367,6 +370,10 @@ class _Learner:
             return ModuleMap(arithmetic=dict.fromkeys(names, reason), classes={(name, name): kind for name in names})
 
     def _learn_processing(self, module: Any, names: Sequence[str]) -> ModuleMap:
+        if (views := learn_views(module, self._config, names)) is not None:
+            self.facts.runs += views.runs
+            self.facts.viewed += 1
+            return views
         key = (*processing_map.same_processing(module), tuple(names))
         found = self._maps.get(key)
         if found is not None and processing_map.holds_for(module, self._config, found):

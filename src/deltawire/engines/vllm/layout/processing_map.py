@@ -10,7 +10,8 @@ values went. The live module is not touched.
 4. A last run with random values in all parameters must give exactly what the nests predict. So a result that was computed from two
    parameters is never taken for a permutation of one of them, even if it is one while all scales are equal.
 
-What fails any of these is *arithmetic*: the module must be processed again, or loaded anew.
+What fails any of these is *arithmetic*: the module must be processed again, or loaded anew. Modules whose processing only makes views are
+not learnt here, because that needs no values (processing_views.py).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from .unit_values import Fill, constant_fill, digit_fill, digits_of, neutral_val
 
 _BYTES_PER_UNIT = 16
 """The memory for decoding positions, for each unit: its position, its place, and temporary values."""
+_LARGE = 1 << 28
+"""The results of larger modules are kept in host memory while others are made, so that learning needs little memory of a GPU."""
 _FEW = 64
 """Parameters with fewer units than this are filled with random values several times."""
 
@@ -120,11 +123,11 @@ def learn_module(module: Any, vllm_config: Any, names: Sequence[str], *, most_by
     """
     study = _Study(module, vllm_config, names, most_bytes)
     study.check_memory()
-    before = _fingerprint(module)
+    before = fingerprint(module)
     try:
         found = study.learn()
     finally:
-        if _fingerprint(module) != before:
+        if fingerprint(module) != before:
             raise LiveModuleChanged("its processing changes the live module")
     return found
 
@@ -132,9 +135,9 @@ def learn_module(module: Any, vllm_config: Any, names: Sequence[str], *, most_by
 def holds_for(module: Any, vllm_config: Any, found: ModuleMap) -> bool:
     """Return whether a map that was learnt from another module holds for this one, by one run with random values."""
     study = _Study(module, vllm_config, list(found.maps))
-    before = _fingerprint(module)
+    before = fingerprint(module)
     try:
-        return not study.wrong_in_random_run(found.maps) and _fingerprint(module) == before
+        return not study.wrong_in_random_run(found.maps) and fingerprint(module) == before
     except Exception:
         return False
 
@@ -200,8 +203,11 @@ class _Study:
             raise NotLearnt(f"learning its layout needs about {needed / 1e9:.1f} GB, and {limit / 1e9:.1f} GB are free")
 
     def _is_memory_scarce(self) -> bool:
-        """Return whether the results of a second run may not fit beside those of the first one."""
-        needed = 3 * sum(tensor.nbytes for tensor in self.raw.values())
+        """Return whether results that are kept should be in host memory, because others do not fit beside them or they are large."""
+        size = sum(tensor.nbytes for tensor in self.raw.values())
+        if self.device.type == "cuda" and size > _LARGE:
+            return True
+        needed = 3 * size
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else needed
         return bool(needed > (free if self.most_bytes is None else min(free, self.most_bytes)))
 
@@ -213,7 +219,7 @@ class _Study:
             raise NotLearnt(f"its processing fails with neutral values: {_brief(error)}") from error
         if self._is_memory_scarce():
             neutral = neutral.on_host()
-        live = {path: _geometry(tensor) for path, tensor in tensors_of(self.module).items()}
+        live = {path: geometry(tensor) for path, tensor in tensors_of(self.module).items()}
         dependent: set[Path] = set()
         computed_from: dict[str, list[Path]] = {}
         for name in self.names:
@@ -347,7 +353,7 @@ class _Study:
                 found.numbers[path] = value
             if not isinstance(value, torch.Tensor):
                 continue
-            found.shapes[path] = _geometry(value)
+            found.shapes[path] = geometry(value)
             address = value.untyped_storage().data_ptr()
             if address not in seen and value.untyped_storage().nbytes() and value.device == self.device:
                 seen.add(address)
@@ -372,11 +378,12 @@ def _storage_elements(tensor: torch.Tensor) -> int:
     return 1 + sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return the shape, the strides, the type and the place of a tensor, and the size of its storage."""
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.storage_offset(), tensor.untyped_storage().nbytes()
 
 
-def _fingerprint(module: Any) -> tuple[Any, ...]:
+def fingerprint(module: Any) -> tuple[Any, ...]:
     """Return what must not change in a live module: its attributes, and the addresses of its tensors."""
     helpers = [value for value in (module.quant_method, getattr(module, "scheme", None), getattr(module, "moe_config", None)) if value]
     objects = [(key, id(value)) for each in (module, *helpers) for key, value in vars(each).items()]

@@ -21,7 +21,7 @@ _DEPTH = 4
 """Kernels may hold other kernels. No vLLM version nests them deeper."""
 
 
-def make_shell(module: Any) -> Any:
+def make_shell(module: Any, device: torch.device | None = None) -> Any:
     """Return a copy of a module with new memory for its raw tensors, whose values are undefined. The module does not change.
 
     Tensors that loaders never write, such as biases, keep their values.
@@ -30,6 +30,8 @@ def make_shell(module: Any) -> Any:
     ----------
     module
         A module with a quantisation method, from a model that vLLM has loaded.
+    device
+        The device of the new memory. None means the one that the module was loaded on.
     """
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
@@ -47,7 +49,7 @@ def make_shell(module: Any) -> Any:
     }
     shell._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     shell.__dict__.pop(_CALLED, None)
-    with info.restore_device:
+    with info.restore_device if device is None else device:
         for registered, raw in zip((shell._parameters, shell._buffers), info.restore_metadata, strict=True):
             for name, meta in raw.items():
                 shell.__dict__.pop(name, None)
