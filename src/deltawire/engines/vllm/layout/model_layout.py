@@ -396,8 +396,9 @@ class _Learner:
         if reason is not None:
             found.reasons.append(f"{parameter.module_name}: {reason}")
             found.modules.add(parameter.module_name)
-            kind = LOST if raw_name not in learnt.arithmetic else FAILED
-            classes = {(raw_name, raw_name): kind, **learnt.classes}
+            classes = dict(learnt.classes)
+            if not any(name == raw_name for name, _ in classes):
+                classes[raw_name, raw_name] = FAILED if raw_name in learnt.arithmetic else LOST
             rule = rule_for(parameter.module, parameter.module_name, classes)
             known = self._rules.get(rule.name)
             if known is None or known.how == "reprocess":  # one parameter may need more than another
