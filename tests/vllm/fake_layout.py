@@ -199,6 +199,7 @@ class FakeWorker:
         tied: Mapping[str, str] | None = None,
         more: Mapping[str, tuple[int, ...]] | None = None,
         adopt: bool = True,
+        segment_bytes: int | None = None,
         **options: Any,
     ) -> None:
         self._rng = np.random.default_rng(1)
@@ -207,7 +208,7 @@ class FakeWorker:
         self.state |= {name: self.state[first].copy() for name, first in (tied or {}).items()}
         self.new_layout: Any = functools.partial(layout, tied=tied)
         self._store = MemoryStore()
-        self.publisher = Publisher(self._store, options=WriterOptions(segment_bytes=8000 if mixed else 1))
+        self.publisher = Publisher(self._store, options=WriterOptions(segment_bytes=segment_bytes or (8000 if mixed else 1)))
         self.commits = [self._publish()]
         self.layout: FakeLayout = self.new_layout(self.state)
         table: TensorTable = {name: TensorSpec(dtype_of_numpy(array.dtype), array.shape) for name, array in sorted(self.state.items())}

@@ -6,7 +6,7 @@ import functools
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +16,20 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from fake_layout import FakeHop, FakeWorker, HalfLayout, KeptState  # noqa: E402
+from fake_layout import FakeHop, FakeLayout, FakeWorker, HalfLayout, KeptState  # noqa: E402
 
+from deltawire.dtypes import dtype_of_numpy  # noqa: E402
+from deltawire.engines.vllm import ranks  # noqa: E402
+from deltawire.engines.vllm.layout.types import TensorLayout  # noqa: E402
 from deltawire.engines.vllm.live import live_updates, peers  # noqa: E402
+from deltawire.engines.vllm.live.layout_update import LayoutUpdate  # noqa: E402
 from deltawire.engines.vllm.live.live_updates import LiveUpdates  # noqa: E402
 from deltawire.engines.vllm.live.live_weights import LiveWeights  # noqa: E402
 from deltawire.engines.vllm.live.peer_memory import ProcessMemory, ProcessReader  # noqa: E402
 from deltawire.engines.vllm.live.peers import PeerBases  # noqa: E402
-from deltawire.errors import BaseMismatch, CorruptDelta, PeerUnreadable  # noqa: E402
-from deltawire.format.digest import Digest  # noqa: E402
+from deltawire.errors import PeerUnreadable  # noqa: E402
 from deltawire.format.records.record_parts import CommitRef, FileEntry  # noqa: E402
-from deltawire.subscribe.tensor_table import TensorTable, write_table  # noqa: E402
+from deltawire.subscribe.tensor_table import TensorSpec, TensorTable, write_table  # noqa: E402
 
 DIVIDED = {"direct", "turned"}
 ABSENT = {"nibbles", "scale"}
@@ -59,27 +62,32 @@ class Spool:
     def __init__(self, worker: FakeWorker) -> None:
         self._worker = worker
         self.next: FakeHop | None = None
+        self.read: list[FileEntry] = []
 
     def hop(self, base: CommitRef, seq: int) -> FakeHop | None:
         return self.next
 
     def open(self, entry: FileEntry) -> bytes:
+        self.read.append(entry)
         return self._worker.read(entry)
+
+    def peek(self, entry: FileEntry) -> bytes:
+        return self._worker.read(entry)[:73]  # other bytes are not needed
 
 
 class Workers:
     """Two workers as threads, each with half of the tensors. `told` has what each of them has told the others last."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, mixed: bool = True) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, layout: Any = HalfLayout, **options: Any) -> None:
         self._barrier = threading.Barrier(2, timeout=60)
         self._told: dict[int, Any] = {}
         self._rank = threading.local()
         self._pool = ThreadPoolExecutor(2)
         self.waits = [threading.Event(), threading.Event()]
         """Set when a worker waits for the other one."""
-        for name in ("agree", "failed_ranks", "share", "sum_of"):
-            monkeypatch.setattr(live_updates, name, getattr(self, name))
-        self.workers = [FakeWorker(layout=functools.partial(HalfLayout, rank=rank), mixed=mixed, adopt=False) for rank in range(2)]
+        monkeypatch.setattr(ranks, "_gather", self.gather)
+        monkeypatch.setattr(live_updates, "share", self.share)
+        self.workers = [FakeWorker(layout=functools.partial(layout, rank=rank), adopt=False, **options) for rank in range(2)]
         self.rest = [Nothing(), Nothing()]
         self.peers = [PeerBases(rest, share=self.share) for rest in self.rest]
         self.spools = [Spool(worker) for worker in self.workers]
@@ -123,16 +131,8 @@ class Workers:
         self._barrier.wait()
         return found, rank
 
-    def failed_ranks(self, failed: bool) -> list[int]:
-        return [rank for rank, each in enumerate(self.share(failed)[0]) if each]
-
-    def agree(self, failed: bool, digest: Digest | None) -> Sequence[int]:
-        told, _ = self.share((failed, digest))
-        return [rank for rank, (each, _) in enumerate(told) if each] or ([] if told[0][1] == told[1][1] else [0, 1])
-
-    def sum_of(self, digest: Digest) -> Digest:
-        told, _ = self.share(digest)
-        return told[0] + told[1]
+    def gather(self, numbers: list[int]) -> list[list[int]]:
+        return self.share(numbers)[0]
 
     def close(self) -> None:
         self._barrier.abort()
@@ -198,12 +198,86 @@ def test_no_worker_writes_while_another_one_reads_its_memory(workers: Workers, m
     assert [future.result() for future in futures] == [None, None]
 
 
-def test_memory_that_changes_while_it_is_read_is_noticed(workers: Workers) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["turned", "direct"])
+def test_wrong_memory_is_noticed_before_anything_is_written(workers: Workers, rank: int, name: str) -> None:
     workers.start()
-    hop = workers.workers[1].step()
-    workers.workers[0].layout.memory["turned"][3] ^= 1
-    with pytest.raises((BaseMismatch, CorruptDelta)):
-        workers.workers[1].weights.stage(hop, workers.workers[1].read)
+    workers.workers[rank].layout.memory[name][3] ^= 1 << 2
+    old = [worker.held() for worker in workers.workers]
+    seq = workers.step()
+    outcomes = workers.together(lambda rank: workers.updates[rank].swap(seq))
+    assert [found.outcome for found in outcomes] == ["refused", "refused"]
+    assert any("BaseMismatch" in str(found.error) for found in outcomes), outcomes
+    assert [worker.held() for worker in workers.workers] == old
+
+
+# Files and windows of which a worker holds nothing
+
+
+def test_files_of_which_a_worker_holds_nothing_are_not_read(workers: Workers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    apart = Workers(monkeypatch, tmp_path, mixed=False)
+    apart.start()
+    for _ in range(2):
+        for spool in apart.spools:
+            spool.read.clear()
+        seq = apart.step()
+        outcomes = apart.together(lambda rank: apart.updates[rank].swap(seq))  # noqa: B023
+        assert [found.outcome for found in outcomes] == ["made", "made"], outcomes
+        assert all(worker.held() == worker.expected() for worker in apart.workers)
+        names = list(apart.workers[0].table)
+        read = [{names[entry.first or 0] for entry in spool.read} for spool in apart.spools]
+        assert read == [set(names), set(names) - ABSENT]
+    apart.close()
+
+
+class Experts(FakeLayout):
+    """One of two workers with many small experts, of which each holds half. The first also holds what has another name."""
+
+    def __init__(self, state: Any, rank: int, tied: Any = None) -> None:
+        self._rank = rank
+        super().__init__({name: array for name, array in state.items() if self._holds(name)})
+        absent = {
+            name: TensorLayout(TensorSpec(dtype_of_numpy(a.dtype), a.shape), "absent") for name, a in state.items() if not self._holds(name)
+        }
+        self.tensors = dict(sorted({**self.tensors, **absent}.items()))
+
+    def blocks(self) -> Any:
+        return {name: blocks if self._holds(name) else [] for name, blocks in super().blocks().items()}
+
+    def _holds(self, name: str) -> bool:
+        return (name >= "expert.1600" if name.startswith("expert") else False) == bool(self._rank)
+
+
+def test_experts_of_other_workers_are_not_decoded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each small tensor is a tile, and 1,024 tiles are a block. Only the second and the last of four blocks are of both workers."""
+    more = {f"expert.{number:04}": (8,) for number in range(3100)}
+    workers = Workers(monkeypatch, tmp_path, layout=Experts, more=more, segment_bytes=1 << 30)
+    workers.start()
+    decoded: list[list[str]] = [[], []]
+    add = LayoutUpdate._add_mixed
+
+    def noted(update: Any, plan: Any, bases: Any, **options: Any) -> Any:
+        decoded[update._decoders.rank].extend(bases)
+        return add(update, plan, bases, **options)
+
+    monkeypatch.setattr(LayoutUpdate, "_add_mixed", noted)
+    for damaged in (False, True, False):
+        if damaged:
+            workers.workers[1].layout.memory["expert.2899"][3] ^= 1
+        old = [worker.held() for worker in workers.workers]
+        seq = workers.step()
+        outcomes = workers.together(lambda rank: workers.updates[rank].swap(seq))  # noqa: B023
+        if damaged:  # only worker 1 reads this memory, and only both together know that the sum is wrong
+            assert [found.outcome for found in outcomes] == ["refused", "refused"]
+            assert all("BaseMismatch" in str(found.error) for found in outcomes)
+            assert [worker.held() for worker in workers.workers] == old
+            break
+        assert [found.outcome for found in outcomes] == ["made", "made"], outcomes
+        assert all(worker.held() == worker.expected() for worker in workers.workers)
+        assert [source.status()["bases"]["kept"] for source in workers.peers] == [0, 0]
+    assert [name in decoded[0] for name in ("expert.0500", "expert.1500", "expert.2500")] == [True, True, False]
+    assert [name in decoded[1] for name in ("expert.0500", "expert.1500", "expert.2500")] == [False, True, True]
+    workers.close()
 
 
 # A worker in another process

@@ -70,10 +70,15 @@ def resolve_plan(plan: Plan, resolution: Resolution, codec: Codec, threads: int,
 
 def check_digests(plan: Plan, before: Digest, after: Digest) -> None:
     """Raise `BaseMismatch` or `ResultMismatch` unless a delta was made from the state with the digest `before`, and leads to `after`."""
-    if before != plan.file.before:
-        raise _base_mismatch(before, plan.file)
-    if after != plan.file.after:
-        raise ResultMismatch(f"the delta promises a state with digest {plan.file.after}, but leads to {after}.")
+    check_file(plan.file, before, after)
+
+
+def check_file(file: DeltaFile, before: Digest, after: Digest) -> None:
+    """Raise as `check_digests` does."""
+    if before != file.before:
+        raise _base_mismatch(before, file)
+    if after != file.after:
+        raise ResultMismatch(f"the delta promises a state with digest {file.after}, but leads to {after}.")
 
 
 def check_base(plan: Plan, codec: Codec, threads: int) -> None:

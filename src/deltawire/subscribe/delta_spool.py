@@ -150,6 +150,19 @@ class DeltaSpool:
                 raise retryable_error(f"{path} is damaged." if path.exists() else f"{path} is not in the spool.")
             return memoryview(self._files.open(entry))
 
+    def peek(self, entry: FileEntry) -> memoryview:
+        """Map a file of a hop without reading it. Nothing is checked, so only what a digest proves may be used. Raises `SpoolError`.
+
+        Parameters
+        ----------
+        entry
+            One of the files of a hop.
+        """
+        with spool_errors(self.folder):
+            if not self._files.holds(entry):
+                raise retryable_error(f"{self._files.path(entry)} is not in the spool.")
+            return memoryview(self._files.open(entry))
+
     def keep_only(self, newest: int) -> None:
         """Delete all but the hops that were put last, and all files that these do not need. Does nothing while another process writes.
 

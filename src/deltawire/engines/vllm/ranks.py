@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...errors import BaseMismatch, ResultMismatch
 from ...format.digest import Digest
+from .live.update_types import Claim
 
 _Value = TypeVar("_Value")
 
@@ -17,12 +19,25 @@ def failed_ranks(failed: bool) -> list[int]:
     return [rank for rank, (flag,) in enumerate(_gather([int(failed)])) if flag]
 
 
-def agree(failed: bool, digest: Digest | None) -> Sequence[int]:
-    """Tell the other workers whether this one failed, and to which state its update leads. It is an `update_types.Agree`."""
-    told = _gather([int(failed), *(digest or Digest()).lanes])
+def agree(failed: bool, claim: Claim | None) -> Sequence[int]:
+    """Tell the other workers whether this one failed, and to which state its update leads. It is an `update_types.Agree`.
+
+    Raises `BaseMismatch` or `ResultMismatch`, in all workers, if their claims do not fit together.
+    """
+    after, *parts = (Digest(),) * 3 if claim is None else (claim.after, claim.before_parts, claim.after_parts)
+    told = _gather([int(failed), *after.lanes, *(lane for part in parts for lane in part.lanes)])
     if found := [rank for rank, (flag, *_) in enumerate(told) if flag]:
         return found
-    return [] if all(lanes == told[0] for lanes in told) else range(len(told))
+    if any(numbers[1:5] != told[0][1:5] for numbers in told):
+        raise ResultMismatch("the workers have decoded updates to different states.")
+    wrong_before, wrong_after = (
+        any(sum(lanes) % 2**32 for lanes in zip(*(row[at : at + 4] for row in told), strict=True)) for at in (5, 9)
+    )
+    if wrong_before:
+        raise BaseMismatch("the weights of all workers together are not those that the update was made from.")
+    if wrong_after:
+        raise ResultMismatch("the updates of all workers together do not lead to the digest that the files promise.")
+    return []
 
 
 def sum_of(digest: Digest) -> Digest:

@@ -120,7 +120,7 @@ def parse_grouped(view: memoryview, names: Iterable[str] | None) -> GroupedDelta
     hasher.update(view[HEADER_BYTES:])
     if hasher.digest() != view[40:HEADER_BYTES]:
         refuse("its data does not match its BLAKE3.")
-    before, after = Digest.from_hex(view[8:24].hex()), Digest.from_hex(view[24:40].hex())
+    before, after = peek_grouped(view)
     try:
         tensors, at = read_varint(view, HEADER_BYTES)
         changes, at = _piece(view, at)
@@ -135,6 +135,13 @@ def parse_grouped(view: memoryview, names: Iterable[str] | None) -> GroupedDelta
     if parts is not None and (structure.added or structure.removed):
         refuse("it covers parts of tensors, but adds or removes tensors.")
     return GroupedDelta(before, after, view, tensors, structure, parts, groups)
+
+
+def peek_grouped(view: memoryview) -> tuple[Digest, Digest]:
+    """Return the digests before and after, as `delta_file.peek` does."""
+    if len(view) <= HEADER_BYTES:
+        refuse("it is cut short.")
+    return Digest.from_hex(view[8:24].hex()), Digest.from_hex(view[24:40].hex())
 
 
 def _structure(changes: bytes) -> Structure:

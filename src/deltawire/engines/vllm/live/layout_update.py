@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -20,23 +20,32 @@ from ....codec.base import Resolution
 from ....codec.bits import Bits, Indices, on_gpu
 from ....delta.grouped_plan import GroupedPlan, resolve_together
 from ....delta.patch import TensorPatch
-from ....delta.plan import Plan, check_base, check_digests, cover, itemsizes_of, resolve_plan
+from ....delta.plan import Plan, check_base, check_digests, check_file, cover, itemsizes_of, resolve_plan
 from ....delta.resolve import plan_delta
-from ....errors import CorruptDelta, EngineRefused, ResultMismatch, TensorsTied
+from ....delta.windows import Window, can_cut, cut_windows
+from ....errors import BaseMismatch, CorruptDelta, EngineRefused, ResultMismatch, TensorsTied
 from ....format import delta_file
-from ....format.delta_file import Coverage, DeltaBytes
-from ....format.digest import Digest
+from ....format.delta_file import Coverage, DeltaBytes, DeltaFile, GroupedDelta
+from ....format.digest import Digest, TensorKeys
 from ....format.records.record_parts import CommitRef
 from ....subscribe.tensor_table import TensorTable
+from ....tensors.bits import TensorPart
 from ....tensors.columns import Columns
 from ....tensors.gpu_handover import on_side_stream
 from ....tensors.state import codec_for, state_digest, thread_count
 from ....tensors.torch_types import gpu_of, to_torch, torch_dtype
 from ..layout.types import ModuleRule, Nest, Scatter, TensorLayout
 from .direct_tensors import DirectTensors
+from .ownership import Decoders
 
 _TOGETHER = 16
 """The number of files that a GPU decodes with one call."""
+
+_WINDOW_BYTES = 256 << 20
+"""The most bytes of tensors that are not direct and are in temporary memory at one time, unless a tensor has more."""
+
+Base: TypeAlias = "torch.Tensor | TensorPart"
+"""A tensor of the live version, or a part of it, in checkpoint layout."""
 
 Changes = tuple[torch.Tensor, torch.Tensor]
 """Flat indices of changed elements (int64), and their new bits as signed integers."""
@@ -118,14 +127,27 @@ class LayoutUpdate:
         The direct tensors of the layout.
     threads
         Number of threads for decoding on the host. None means one per core.
+    decoders
+        The workers that decode each tensor. None if there is one worker.
     """
 
-    def __init__(self, layout: Layout, source: BaseSource | None, direct: DirectTensors, *, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        source: BaseSource | None,
+        direct: DirectTensors,
+        *,
+        threads: int | None = None,
+        decoders: Decoders | None = None,
+    ) -> None:
         self._layout = layout
         self._source = source
         self._direct_tensors = direct
         self._threads = thread_count(threads)
         self._tied = direct.tied
+        self._decoders = decoders
+        self.unchecked = (Digest(), Digest())
+        """Digests before and after of what only several workers together can check. The sums over all workers must be zero."""
         self._direct: Resolution | None = None
         """The changes of files that change only direct tensors, if they are decoded one by one."""
         self._waiting: list[GroupedPlan] = []
@@ -170,18 +192,14 @@ class LayoutUpdate:
         delta
             The bytes of the delta file.
         """
-        with on_side_stream(_some_memory(self._layout.tensors)) as wait:
-            bases = self._direct_tensors.part(names) or {name: self._base(name) for name in names}
-            file = delta_file.parse(delta, names=bases)
-            if file.structure.added or file.structure.removed:
-                raise CorruptDelta("the delta adds or removes tensors, but an update in memory can only change values.")
-            plan = plan_delta(bases, file)
-            cover(self._coverage, plan)
-            if self._plain.issuperset(_names_of(plan)):
-                self._add_direct(plan)
-                self.direct_change += file.after - file.before
+        file = delta_file.parse(delta, names=names)
+        if file.structure.added or file.structure.removed:
+            raise CorruptDelta("the delta adds or removes tensors, but an update in memory can only change values.")
+        with on_side_stream(some_memory(self._layout.tensors)) as wait:
+            if can_cut(file) and (windows := self._windows(names, file)):
+                self._add_windows(names, file, windows)
             else:
-                self._add_mixed(plan, bases)
+                self._add_whole(names, file)
             wait()
         return file.before, file.after
 
@@ -190,7 +208,7 @@ class LayoutUpdate:
 
         Raises as `add` does, and `TensorsTied` if names that share memory change in different ways.
         """
-        with on_side_stream(_some_memory(self._layout.tensors)) as wait:
+        with on_side_stream(some_memory(self._layout.tensors)) as wait:
             self._resolve_waiting()
             wait()
         for name, first in self._tied.items():
@@ -203,7 +221,7 @@ class LayoutUpdate:
             self._direct.compact()
             self._patches.append(self._direct)
             self._direct = None
-        with on_side_stream(_some_memory(self._layout.tensors)) as wait:
+        with on_side_stream(some_memory(self._layout.tensors)) as wait:
             self._scatters = _merged(self._scatters)
             wait()
 
@@ -324,8 +342,58 @@ class LayoutUpdate:
             return layout.direct
         if layout.kind == "mapped":
             return self._layout.gather(name)
-        memory = next(iter(_some_memory(self._layout.tensors).values()), None)
+        memory = next(iter(some_memory(self._layout.tensors).values()), None)
         return base_of(layout, name, self._source, device=torch.device("cpu") if memory is None else memory.device)
+
+    def _windows(self, names: Sequence[str], file: GroupedDelta) -> Sequence[Window]:
+        """Return the windows in which a file is decoded. There are none if it is decoded as a whole."""
+        tensors, decoders = self._layout.tensors, self._decoders
+        is_plain = self._plain.issuperset(names)
+        if is_plain and decoders is None:
+            return ()
+        specs = {name: (tensors[name].spec.dtype, tensors[name].spec.shape) for name in names}
+        windows = list(cut_windows(file, specs, (lambda _: 1) if decoders is None else decoders.bits.__getitem__, _WINDOW_BYTES))
+        is_divided = decoders is not None and _is_divided(windows, decoders)
+        is_large = len(windows) > 1 and not is_plain
+        return windows if is_divided or is_large else ()
+
+    def _add_whole(self, names: Sequence[str], file: DeltaFile) -> None:
+        bases = self._direct_tensors.part(names) or {name: self._base(name) for name in names}
+        plan = plan_delta(bases, file)
+        cover(self._coverage, plan)
+        if self._plain.issuperset(_names_of(plan)):
+            self._add_direct(plan)
+            self.direct_change += file.after - file.before
+        else:
+            self._add_mixed(plan, bases)
+
+    def _add_windows(self, names: Sequence[str], file: GroupedDelta, windows: Sequence[Window]) -> None:
+        """Decode a file in windows, and leave out those that only other workers need."""
+        decoders = self._decoders
+        is_divided = decoders is not None and _is_divided(windows, decoders)
+        before = after = Digest()
+        wholes: dict[str, torch.Tensor] = {}
+        for window in windows:
+            if decoders is not None and not decoders.includes(window.decoders):
+                continue
+            wholes = {name: wholes[name] if name in wholes else self._base(name) for name in window.parts}
+            bases = {name: _part(wholes[name], *part) for name, part in window.parts.items()}
+            plan = plan_delta(bases, window.file)
+            cover(self._coverage, plan)
+            try:
+                found = self._add_mixed(plan, bases, is_whole=False)
+            except CorruptDelta as error:  # the file has its hash, so it was decoded against wrong weights
+                raise BaseMismatch(f"the weights in memory are not those that the delta was made from: {error.message}") from error
+            if decoders is None or not is_divided or decoders.is_first(window.decoders):
+                before, after = before + found[0], after + found[1]
+        specs = ((name, self._layout.tensors[name].spec) for name in names)
+        tags = TensorKeys.of((name, spec.dtype, spec.shape) for name, spec in specs).tag() if file.file_parts is None else Digest()
+        if decoders is None or not is_divided:
+            check_file(file, before + tags, after + tags)
+            return
+        if decoders.is_first(decoders.any_of(names)):
+            before, after = before - (file.before - tags), after - (file.after - tags)
+        self.unchecked = self.unchecked[0] + before, self.unchecked[1] + after
 
     @functools.cached_property
     def _plain(self) -> frozenset[str]:
@@ -381,14 +449,21 @@ class LayoutUpdate:
         resolution.compact()
         self._patches.append(resolution)
 
-    def _add_mixed(self, plan: Plan, bases: Mapping[str, torch.Tensor]) -> None:
-        """Decode a file, and list the changes that the codec does not write."""
+    def _add_mixed(self, plan: Plan, bases: Mapping[str, Base], *, is_whole: bool = True) -> tuple[Digest, Digest]:
+        """Decode a file, and list the changes that the codec does not write. Returns the digests before and after.
+
+        They are checked if the plan is that of a whole file.
+        """
         codec = codec_for(plan.tensors)
-        on_device = any(gpu_of(base) is not None for base in bases.values())
+        on_device = any(gpu_of(base.elements if isinstance(base, TensorPart) else base) is not None for base in bases.values())
         if on_device:  # the host's codec would keep what is not written, and lists take no more memory there
             plan.writes[:] = [name in self._plain for name in _names_of(plan)]
         resolution = codec.deferred_resolution(self._threads) if plan.writes.any() else codec.resolution(self._threads, 2**63)
-        resolve_plan(plan, resolution, codec, self._threads, None)
+        if is_whole:
+            resolve_plan(plan, resolution, codec, self._threads, None)
+            digests = plan.file.before, plan.file.after
+        else:
+            digests = plan.resolve(resolution, codec, self._threads, None)
         listed = np.flatnonzero((plan.changed[: len(plan.tensors)] > 0) & ~plan.writes).tolist()
         found = resolution.changes(plan.numbers[listed].tolist())
         temporary = {name: bases[name] for name in {plan.tensors[number].name for number in listed} if not self._is_direct(name)}
@@ -399,19 +474,22 @@ class LayoutUpdate:
             self._add_changes(tensor.name, _changes(indices, bits, tensor.start), temporary.get(tensor.name))
         after, mapped_after = (state_digest(each, threads=self._threads) for each in (temporary, mapped))
         self.mapped_change += mapped_after - mapped_before
-        self.direct_change += plan.file.after - plan.file.before - (after - before)
+        self.direct_change += digests[1] - digests[0] - (after - before)
         if plan.writes.any():
             resolution.compact()
             self._patches.append(resolution)
         self._note(plan)
+        return digests
 
     def _is_direct(self, name: str) -> bool:
         return self._layout.tensors[name].direct is not None
 
-    def _add_changes(self, name: str, changes: Changes, temporary: torch.Tensor | None) -> None:
+    def _add_changes(self, name: str, changes: Changes, temporary: Base | None) -> None:
         """Keep the changes of a tensor as scatter lists, and make them in its temporary copy."""
         layout, (indices, values) = self._layout.tensors[name], changes
-        if temporary is not None:
+        if isinstance(temporary, TensorPart):
+            temporary.elements.view(values.dtype)[indices - temporary.start] = values
+        elif temporary is not None:
             flat = temporary.reshape(-1).view(values.dtype)
             flat[indices] = values
         if layout.kind in ("module", "absent", "partial") and self._source is not None and self._source.writes(name):
@@ -439,6 +517,15 @@ class LayoutUpdate:
         self.nbytes += int((np.where(plan.writes, changed, 0) * (4 + itemsizes_of(plan.tensors))).sum())
 
 
+def _is_divided(windows: Sequence[Window], decoders: Decoders) -> bool:
+    """Return whether any worker leaves out any window. All workers give the same answer."""
+    return any(window.decoders != decoders.everyone for window in windows)
+
+
+def _part(whole: torch.Tensor, start: int, stop: int) -> TensorPart:
+    return TensorPart(whole.reshape(-1)[start:stop], tuple(whole.shape), start)
+
+
 def base_of(layout: TensorLayout, name: str, source: BaseSource | None, *, device: torch.device | None = None) -> torch.Tensor:
     """Return a tensor that the worker cannot read from its own memory, as new memory if there is a device.
 
@@ -459,7 +546,7 @@ def _names_of(plan: Plan) -> Sequence[str]:
     return plan.tensors.layout.names if isinstance(plan.tensors, Columns) else [tensor.name for tensor in plan.tensors]
 
 
-def _some_memory(tensors: Mapping[str, TensorLayout]) -> dict[str, torch.Tensor]:
+def some_memory(tensors: Mapping[str, TensorLayout]) -> dict[str, torch.Tensor]:
     """Return memory of the model, which tells the device to work on."""
     for name, layout in tensors.items():
         if layout.direct is not None:

@@ -20,6 +20,8 @@ class Spool(Protocol):
 
     def open(self, entry: FileEntry) -> DeltaBytes: ...
 
+    def peek(self, entry: FileEntry) -> DeltaBytes: ...
+
 
 class LiveStaging:
     """Stages one update at a time.
@@ -95,4 +97,4 @@ class LiveStaging:
         hop = self._spool.hop(version.ref, seq)
         if hop is None:
             raise SpoolError(f"the spool has no update from commit {version.ref.seq} to {seq}.")
-        return self._weights.stage(hop, self._spool.open)
+        return self._weights.stage(hop, self._spool.open, self._spool.peek)

@@ -105,7 +105,7 @@ class LiveUpdates:
                 assert layout is not None
                 if self._peers is not None:
                     self._peers.connect(layout)
-                self.weights.own(*share(layout.blocks()))
+                self.weights.own(*share(layout.blocks()), needed=share(self.weights.needed)[0])
                 reason = self.weights.why_not or self._find_digest()
                 failed = failed_ranks(reason is not None)
             reason = reason or (f"the layout of workers {failed} cannot be updated" if failed else None)

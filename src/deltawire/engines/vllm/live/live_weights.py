@@ -10,12 +10,13 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
 from ....errors import BaseMismatch, ChainBroken, EngineQuarantined, EngineRefused, ResultMismatch
+from ....format import delta_file
 from ....format.delta_file import DeltaBytes
 from ....format.digest import Digest, TensorKeys
 from ....format.records.record_parts import FileEntry, record_hash
@@ -25,14 +26,17 @@ from ....tensors.gpu_handover import on_side_stream, synchronize_streams
 from ....tensors.state import state_digest
 from ..layout.types import ModuleRule, Scatter
 from .direct_tensors import DirectTensors
-from .layout_update import BaseSource, Layout, LayoutUpdate, ModuleLoad, base_of
-from .ownership import Blocks, Owned, find_owned
-from .update_types import Agree, Digests, LiveVersion, Outcome, StagedUpdate, SwapOutcome
+from .layout_update import BaseSource, Layout, LayoutUpdate, ModuleLoad, base_of, some_memory
+from .ownership import Blocks, Decoders, Owned, find_owned
+from .update_types import Agree, Claim, Digests, LiveVersion, Outcome, StagedUpdate, SwapOutcome
 
 logger = logging.getLogger("vllm.deltawire")
 
 Confirm = Literal["auto", "written", "everything"]
 """The check within a swap: the digest of all direct tensors, if that is quick; only listed elements; or every element."""
+
+Read: TypeAlias = Callable[[FileEntry], DeltaBytes]
+"""Returns the bytes of a file of a hop."""
 
 _QUICK_BYTES = {"cpu": 1 << 30, "cuda": 20 << 30}
 """Direct tensors of at most this size are digested within a swap. A GPU needs 0.27 ms per GB."""
@@ -115,6 +119,7 @@ class LiveWeights:
         self._unheld: Sequence[str] = ()
         """Tensors of which no worker holds anything. The first worker digests them."""
         self._rank = 0
+        self._decoders: Decoders | None = None
 
     def learn(self, table: TensorTable, *, alone: bool = True) -> None:
         """Learn where the model keeps each element of the chain's tensors. The version is forgotten. Call it on the worker's main thread.
@@ -139,7 +144,7 @@ class LiveWeights:
         if alone:
             self.own([layout.blocks()], 0)
 
-    def own(self, held: Sequence[Blocks], rank: int) -> None:
+    def own(self, held: Sequence[Blocks], rank: int, needed: Sequence[Collection[str]] | None = None) -> None:
         """Find out which elements this worker owns, and let the source get hold of what it cannot read. `why_not` says whether it can.
 
         Parameters
@@ -148,12 +153,21 @@ class LiveWeights:
             The parts of tensors that each worker holds, by rank (`Layout.blocks`).
         rank
             The rank of this worker.
+        needed
+            The tensors that each worker needs (`needed`), by rank. None means all.
         """
         assert self.layout is not None
         self._rank = rank
+        self._decoders = Decoders.of(needed, self.layout.tensors, rank) if needed is not None and len(needed) > 1 else None
         self._owned, self._unheld = find_owned(held, rank)
         self.layout.owned.update({name: owned.blocks for name, owned in self._owned.items()})
         self._unreadable = self._hold_unreadable(self.layout)
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """The tensors that this worker needs new values of. It holds nothing of the others."""
+        assert self.layout is not None
+        return frozenset(name for name, tensor in self.layout.tensors.items() if tensor.kind != "absent")
 
     def set(self, *, confirm: Confirm, threads: int | None) -> None:
         """Change settings. Layout and version stay.
@@ -225,7 +239,7 @@ class LiveWeights:
         """Take the weights for unknown. They accept no update then, until other code has loaded them."""
         self.version, self.is_quarantined, self.is_unconfirmed = None, True, False
 
-    def stage(self, hop: DeltaHop, read: Callable[[FileEntry], DeltaBytes]) -> StagedUpdate:
+    def stage(self, hop: DeltaHop, read: Read, peek: Read | None = None) -> StagedUpdate:
         """Decode a hop against the live weights, while the server generates. Changes nothing.
 
         Raises `BaseMismatch` if the hop begins at another version or the live weights are not what they should be, `ResultMismatch` if it
@@ -237,27 +251,34 @@ class LiveWeights:
             The hop.
         read
             Returns the bytes of a file of the hop.
+        peek
+            Returns them unchecked, for files of which only the first bytes are read. None means `read`.
         """
         version = self.version
         if version is None or self.layout is None or version.digest != hop.base.digest:
             raise BaseMismatch(f"{hop.target.describe()} is relative to {hop.base.describe()}, which is not the version of the weights.")
         self._check_valid()
-        update, difference = self._decode(version, hop, read)
+        update, difference = self._decode(version, hop, read, peek or read)
         while failed := self._process_again(update):
             for name, error in failed.items():
                 self.layout.load_anew(name, f"it cannot be processed while the server runs: {error}")
-            update, difference = self._decode(version, hop, read)  # again, because other changes must be known now
+            update, difference = self._decode(version, hop, read, peek or read)  # again, because other changes must be known now
         update.recomputes = [rule for rule in self._rules(update) if rule.how == "recompute"]
         target = LiveVersion(hop.target.ref(record_hash(hop.target.to_bytes())), version.digest + difference)
-        return StagedUpdate(hop, update if hop.files else None, version.digest, target, update.nbytes)
+        return StagedUpdate(hop, update if hop.files else None, version.digest, target, update.nbytes, update.unchecked)
 
-    def _decode(self, version: LiveVersion, hop: DeltaHop, read: Callable[[FileEntry], DeltaBytes]) -> tuple[LayoutUpdate, Digest]:
+    def _decode(self, version: LiveVersion, hop: DeltaHop, read: Read, peek: Read) -> tuple[LayoutUpdate, Digest]:
         """Return the changes of a hop, and the difference that they make to the digest of the whole state."""
         assert self.layout is not None
-        update = LayoutUpdate(self.layout, self._source, self._direct_tensors, threads=self._threads)
+        decoders = self._decoders
+        update = LayoutUpdate(self.layout, self._source, self._direct_tensors, threads=self._threads, decoders=decoders)
         difference = Digest()
         for entry in hop.files:
-            before, after = update.add(self._covered(entry), read(entry))
+            names = self._covered(entry)
+            if decoders is not None and not decoders.includes(decoders.any_of(names)):
+                before, after = delta_file.peek(peek(entry))  # other workers decode it; the digest of the target proves the sum
+            else:
+                before, after = update.add(names, read(entry))
             difference += after - before
         update.complete()
         if version.digest + difference != hop.target.digest:
@@ -304,7 +325,7 @@ class LiveWeights:
         with _timed(times, "agree_ms"), _noting(errors):
             self._check_ready(staged)
         with _timed(times, "agree_ms"):
-            failed = _ask(agree, staged.target.digest, errors)
+            failed = _ask(agree, staged.claim, errors)
         if failed:
             return "refused"
         update, attempts = staged.update, len(errors)
@@ -325,7 +346,7 @@ class LiveWeights:
         with _noting(errors):
             update.revert()
             self._run_rules(update)
-            synchronize_streams(self._direct_tensors.state)
+            self._finish_writes()
             self._check(update, new=False)
         failed = _ask(agree, None, errors, since=attempts)
         return "quarantined" if failed else "refused"
@@ -342,16 +363,21 @@ class LiveWeights:
         if (reason := self.why_not) is not None:
             raise EngineRefused(f"the weights cannot be updated where they are: {reason}.")
 
+    def _finish_writes(self) -> None:
+        """Wait until a GPU has made all writes. Other workers may read this memory as soon as all have agreed."""
+        assert self.layout is not None
+        synchronize_streams(some_memory(self.layout.tensors))
+
     def _write(self, update: LayoutUpdate, times: dict[str, float]) -> None:
         """Write the new values. Other workers may read this memory as soon as all have agreed, so the GPU has written when this returns."""
         with _timed(times, "write_ms"):
             update.apply()
             self._check_valid()  # while a GPU writes; the layout keeps the memory that it writes to, also if the model uses it no more
-            synchronize_streams(self._direct_tensors.state)
+            self._finish_writes()
         with _timed(times, "recompute_ms"):
             self._run_rules(update)
             if update.recomputes:
-                synchronize_streams(self._direct_tensors.state)
+                self._finish_writes()
 
     def _rules(self, update: LayoutUpdate) -> list[ModuleRule]:
         """Return the rules of modules that depend on changed tensors. Raises `EngineRefused` if the whole model must be loaded anew."""
@@ -493,10 +519,10 @@ def _timed(times: dict[str, float], name: str) -> Iterator[None]:
         times[name] = times.get(name, 0.0) + (time.perf_counter() - began) * 1e3
 
 
-def _ask(agree: Agree, digest: Digest | None, errors: list[str], *, since: int = 0) -> bool:
+def _ask(agree: Agree, claim: Claim | None, errors: list[str], *, since: int = 0) -> bool:
     """Tell all workers whether this one noted an error. Returns whether any worker failed, or could not be asked."""
     try:
-        failed = agree(len(errors) > since, digest if len(errors) == since else None)
+        failed = agree(len(errors) > since, claim if len(errors) == since else None)
     except Exception as error:
         logger.exception("deltawire: the workers could not agree")
         errors.append(f"{type(error).__name__}: {error}")

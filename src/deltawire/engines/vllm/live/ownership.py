@@ -7,7 +7,7 @@ version proves ownership, too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -16,6 +16,61 @@ from ..layout.types import Nest
 
 Blocks: TypeAlias = Mapping[str, Sequence[tuple[Nest, ...]]]
 """For each tensor, the parts that a worker holds (`ModelLayout.blocks`). The sources of the nests are the units of the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoders:
+    """The workers that decode each tensor: those that need it for their own memory. The others skip it.
+
+    Parameters
+    ----------
+    bits
+        For each tensor, the bits of the ranks that decode it. A tensor that no worker needs is decoded by the first one.
+    rank
+        The rank of this worker.
+    count
+        The number of workers.
+    """
+
+    bits: Mapping[str, int]
+    rank: int
+    count: int
+
+    @classmethod
+    def of(cls, needed: Sequence[Collection[str]], names: Iterable[str], rank: int) -> Decoders:
+        """Return the decoders of all tensors.
+
+        Parameters
+        ----------
+        needed
+            The tensors that each worker needs, by rank.
+        names
+            All tensors.
+        rank
+            The rank of this worker.
+        """
+        found = {name: sum(1 << each for each, wanted in enumerate(needed) if name in wanted) or 1 for name in names}
+        return cls(found, rank, len(needed))
+
+    @property
+    def everyone(self) -> int:
+        """The bits of all workers."""
+        return (1 << self.count) - 1
+
+    def any_of(self, names: Iterable[str]) -> int:
+        """Return the bits of the workers that decode any of these tensors."""
+        found = 0
+        for name in names:
+            found |= self.bits[name]
+        return found
+
+    def includes(self, bits: int) -> bool:
+        """Return whether this worker is among some."""
+        return bool(bits >> self.rank & 1)
+
+    def is_first(self, bits: int) -> bool:
+        """Return whether this worker is the first one of some. It then answers for what they all decode."""
+        return bits & -bits == 1 << self.rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,11 @@ class StagedUpdate:
     before
         The digest of the whole state that it was decoded against.
     target
-        The version that it leads to. Every worker decodes whole tensors, so all workers find the same digest.
+        The version that it leads to. All workers find the same digest.
     nbytes
         The memory that the changes occupy.
+    unchecked
+        Digests before and after of parts that not all workers decode. The sums over all workers must be zero.
     """
 
     hop: DeltaHop
@@ -69,6 +71,29 @@ class StagedUpdate:
     before: Digest
     target: LiveVersion
     nbytes: int
+    unchecked: tuple[Digest, Digest]
+
+    @property
+    def claim(self) -> Claim:
+        """The digests that the workers compare before they write."""
+        return Claim(self.target.digest, *self.unchecked)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The digests that workers compare before they write an update.
+
+    Parameters
+    ----------
+    after
+        The digest of the whole state that the update leads to. It must be the same in all workers.
+    before_parts, after_parts
+        The digests of what only some workers decode, less what the files say. The sums over all workers must be zero.
+    """
+
+    after: Digest
+    before_parts: Digest
+    after_parts: Digest
 
 
 Outcome: TypeAlias = Literal["made", "refused", "quarantined"]
@@ -94,8 +119,8 @@ class SwapOutcome:
     times: Mapping[str, float] = field(default_factory=dict)
 
 
-Agree: TypeAlias = Callable[[bool, Digest | None], Sequence[int]]
+Agree: TypeAlias = Callable[[bool, Claim | None], Sequence[int]]
 """Tells all workers whether this one has failed, and waits for what they tell. Returns the ranks that have failed.
 
-With the digest of the state that an update leads to, it also compares these digests. If they are not all the same, all ranks have failed.
+With a claim, it also compares the claims of all workers. If they do not fit together, it raises an error in all of them.
 """
