@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import subprocess
 import sys
@@ -16,6 +17,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))
+
+from emulator.build import compiler  # noqa: E402
+from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 from fake_layout import FakeHop, FakeLayout, FakeWorker, HalfLayout, KeptState  # noqa: E402
 
 from deltawire.dtypes import dtype_of_numpy  # noqa: E402
@@ -141,6 +146,14 @@ class Workers:
         self._pool.shutdown()
 
 
+@pytest.fixture(params=["host", "gpu"])
+def device(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param == "gpu" and compiler() is None:
+        pytest.skip("needs a C++ compiler to emulate a GPU")
+    with emulated(EmulatedGpu()) if request.param == "gpu" else contextlib.nullcontext():
+        yield
+
+
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Workers]:
     found = Workers(monkeypatch, tmp_path)
@@ -148,6 +161,7 @@ def workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Workers
     found.close()
 
 
+@pytest.mark.usefixtures("device")
 def test_workers_follow_a_chain_without_any_copy_of_divided_tensors(workers: Workers) -> None:
     workers.start()
     assert [rest.held for rest in workers.rest] == [{}, {}]
@@ -248,6 +262,7 @@ class Experts(FakeLayout):
         return (name >= "expert.1600" if name.startswith("expert") else False) == bool(self._rank)
 
 
+@pytest.mark.usefixtures("device")
 def test_experts_of_other_workers_are_not_decoded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each small tensor is a tile, and 1,024 tiles are a block. Only the second and the last of four blocks are of both workers."""
     more = {f"expert.{number:04}": (8,) for number in range(3100)}
