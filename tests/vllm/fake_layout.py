@@ -15,6 +15,7 @@ import torch
 from deltawire.chain.log import ChainLog
 from deltawire.delta.patch import TensorPatch
 from deltawire.dtypes import dtype_named, dtype_of_numpy
+from deltawire.engines.vllm.layout import placements
 from deltawire.engines.vllm.layout.types import ModuleRule, Nest, Placement, Scatter, TensorLayout
 from deltawire.engines.vllm.live.live_weights import LiveWeights
 from deltawire.engines.vllm.live.update_types import LiveVersion
@@ -97,7 +98,7 @@ class FakeLayout:
             units = nest.view(units).reshape(-1, 2)
             return (units[:, 0] | units[:, 1] << 4).view(dtype).view(layout.spec.shape)
         if placement.widened is not None:
-            return nest.view(placement.memory).clone().view(torch.float32).to(dtype).view(layout.spec.shape)
+            return placements.gather(layout.spec, layout.placements, placement.memory.device)
         return nest.view(placement.memory).contiguous().view(dtype).view(layout.spec.shape)
 
     def locate(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> list[Scatter]:

@@ -10,9 +10,11 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deltawire.dtypes import dtype_named  # noqa: E402
 from deltawire.engines.vllm.layout import model_layout, placements  # noqa: E402
+from deltawire.engines.vllm.layout.loader_copies import WIDENING  # noqa: E402
 from deltawire.engines.vllm.layout.model_layout import ModelLayout  # noqa: E402
 from deltawire.engines.vllm.layout.types import Nest, Placement, Scatter, TensorLayout  # noqa: E402
 from deltawire.subscribe.tensor_table import TensorSpec  # noqa: E402
+from deltawire.tensors.torch_types import torch_dtype  # noqa: E402
 
 
 def layout_of(kind: str, shape: tuple[int, ...], *places: Placement) -> ModelLayout:
@@ -134,3 +136,18 @@ def test_elements_that_another_worker_holds_are_left_out() -> None:
     assert (scatter.indices.tolist(), scatter.new.tolist()) == ([1, 3], [100, 102])
     assert layout.locate("w", torch.tensor([4, 5]), torch.tensor([1, 2], dtype=torch.int16)) == []
     assert layout.blocks() == {"w": [(Nest((4, 3), (6, 1), (3, 1)),)]}
+
+
+@pytest.mark.parametrize(("narrow", "wide"), sorted(WIDENING))
+def test_every_element_of_a_narrow_type_is_read_back_from_a_wide_one(narrow: str, wide: str) -> None:
+    dtype, held = dtype_named(narrow), dtype_named(wide)
+    every = torch.arange(1 << dtype.width).to(getattr(torch, f"int{dtype.width}"))
+    memory = torch.zeros(every.numel(), dtype=torch_dtype(held, bits=True))
+    layout = layout_of(narrow, (every.numel(),), Placement((Nest((every.numel(),), (1,), (1,)),), memory, held.width, held))
+    (scatter,) = layout.locate("w", torch.arange(every.numel()), every)
+    write(scatter)
+    loaded = torch.empty(every.numel(), dtype=torch_dtype(held)).copy_(every.view(torch_dtype(dtype)))  # as loaders do it
+    assert torch.equal(memory, loaded.view(memory.dtype))
+    is_wrong = layout.gather("w").view(every.dtype) != every
+    assert not (is_wrong & ~loaded.isnan()).any()
+    assert not is_wrong.any() or narrow != "BF16"

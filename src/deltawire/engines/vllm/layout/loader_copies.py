@@ -26,7 +26,7 @@ from ....tensors.torch_types import dtype_of, torch_dtype
 from .nests import compose, inverse, nest_of
 from .types import Nest
 
-_WIDENING = {("BF16", "F32"), ("F16", "F32"), ("F8_E8M0", "F32"), ("F8_E4M3", "F32"), ("F8_E5M2", "F32"), ("F8_E4M3", "BF16")}
+WIDENING = {("BF16", "F32"), ("F16", "F32"), ("F8_E8M0", "F32"), ("F8_E4M3", "F32"), ("F8_E5M2", "F32"), ("F8_E4M3", "BF16")}
 """Casts that keep every number, so that they can be undone exactly."""
 _MOST_REPEATS = 64
 """One element that a loader copies to more positions than this is not mapped."""
@@ -321,7 +321,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             return
         (name,) = names
         held = dtype_of(target)
-        if held != origin.cast_from and (origin.cast_from.name, held.name) not in _WIDENING:
+        if held != origin.cast_from and (origin.cast_from.name, held.name) not in WIDENING:
             self.refuse(names, f"its loader casts {origin.cast_from.name} to {held.name}")
             return
         nests = _copy_nests(source, target, origin.nest)
@@ -351,7 +351,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         origin = self._origins.get(_storage(args[0]))
         if origin is None or origin.nest is None or args[0].dtype != origin.dtype:
             return None
-        if result.dtype != origin.dtype and (dtype_of(args[0]).name, dtype_of(result).name) not in _WIDENING:
+        if result.dtype != origin.dtype and (dtype_of(args[0]).name, dtype_of(result).name) not in WIDENING:
             return None
         dimensions = zip(result.shape, result.stride(), args[0].stride(), strict=True)
         moved = nest_of(dimensions, result.storage_offset(), args[0].storage_offset())

@@ -127,9 +127,15 @@ def _read_at(placement: Placement, positions: torch.Tensor, dtype: DType) -> tor
 
 
 def _narrowed(placement: Placement, values: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """Return elements as the checkpoint has them. An element in memory that is no widened one gives other bits than any right one."""
+    """Return elements as the checkpoint has them. An element in memory that is no widened one gives other bits than any right one.
+
+    Some NaNs of types other than bfloat16 count as such elements, because conversions change their bits.
+    """
     if placement.widened is None:
         return values
+    if (dtype.name, placement.widened.name) == ("BF16", "F32"):
+        bits = (values >> 16).to(torch.int16)
+        return torch.where(values & 0xFFFF == 0, bits, ~bits)
     wide = values.contiguous().view(torch_dtype(placement.widened))
     narrow = wide.to(torch_dtype(dtype))
     is_exact = narrow.to(wide.dtype).view(values.dtype) == values
