@@ -1,6 +1,6 @@
 """Measures what an update costs a vLLM server on a CPU, for a dense model, one with experts, and a quantised one.
 
-    python benchmarks/engine_models.py [--before DIR]
+    python benchmarks/engine_models.py [--before DIR] [--keep]
 
 With `--before`, the same is measured with another release of deltawire, in turns: DIR is its `src` directory, with the compiled codec.
 Each server gets half of its updates while it is idle, which shows the cost of staging, and half while clients stream requests.
@@ -34,8 +34,12 @@ from vllm_server import State, VllmServer, new_model
 import deltawire
 from deltawire import Publisher
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.engines.vllm.driver.sidecar import Sidecar
 from deltawire.events import Event
+
+try:
+    from deltawire.engines.vllm.driver.sidecar import Sidecar
+except ModuleNotFoundError:  # a release in which this folder was not divided yet
+    from deltawire.engines.vllm.sidecar import Sidecar
 
 CLIENTS = 4
 MODELS = {"dense": (0, None), "experts": (8, None), "int4": (0, "int4")}
@@ -301,10 +305,14 @@ def measure_here(quick: bool = False, before: Path | None = None) -> Table:
 
 
 if __name__ == "__main__":
-    from report import show
+    from report import keep, show
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="the src directory of another release")
     parser.add_argument("--quick", action="store_true", help="use small sizes")
+    parser.add_argument("--keep", action="store_true", help="write the results to benchmarks/results and docs/benchmarks.md")
     chosen = parser.parse_args()
-    show(measure_here(chosen.quick, chosen.before))
+    table = measure_here(chosen.quick, chosen.before)
+    show(table)
+    if chosen.keep:
+        keep(table)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import weight_broadcast
@@ -39,21 +40,34 @@ _QUIET_SECONDS = 4.0
 _TRAINING_SECONDS = 1.0
 
 
+class Sync(NamedTuple):
+    """One sync: when the pause began and ended, how many bytes were moved, and how many HTTP requests the server got within the pause.
+
+    The requests that pause and resume the server count too.
+    """
+
+    paused: float
+    resumed: float
+    size: int
+    calls: int
+
+
 @dataclass
 class Method:
     """One method of syncing, and its measurements, a value per step.
 
     `join` brings the server to a state from which this method can go on; this is not measured. `step` brings the current weights into the
-    server. It returns the times at which the pause began and ended, and the number of bytes that were moved.
+    server. It returns what that took.
     """
 
     name: str
     join: Callable[[], None]
-    step: Callable[[], tuple[float, float, int]]
+    step: Callable[[], Sync]
     pauses: list[float] = field(default_factory=list)
     behind: list[float] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
 
 
 def measure(width: int, layers: int, steps: int, open_url: Callable[[], AbstractContextManager[str]]) -> Table:
@@ -92,10 +106,11 @@ def _take_turn(method: Method, server: VllmServer, state: State, stamps: list[fl
     for _ in range(steps):
         _train(state, rng)
         ready = time.monotonic()
-        paused, resumed, size = method.step()
+        paused, resumed, size, calls = method.step()
         method.pauses.append(resumed - paused)
         method.behind.append(resumed - ready)
         method.sizes.append(size)
+        method.calls.append(calls)
         time.sleep(_TRAINING_SECONDS)
         around = sorted(stamp for stamp in list(stamps) if paused - 1 < stamp < resumed + 1)
         method.gaps.append(max((later - stamp for stamp, later in itertools.pairwise(around)), default=float("nan")))
@@ -106,10 +121,10 @@ def _take_turn(method: Method, server: VllmServer, state: State, stamps: list[fl
 def _methods(server: VllmServer, state: State, folder: Path, url: str, opened: ExitStack) -> list[Method]:
     routes = server.routes
 
-    def pause() -> float:
-        paused = time.monotonic()
+    def pause() -> tuple[float, int]:
+        paused, requests = time.monotonic(), routes.requests
         routes.pause("keep", clear_cache=True)
-        return paused
+        return paused, requests
 
     def load(mirror: Path, version: Version) -> None:
         routes.initialise({"mirror": str(mirror)})
@@ -117,39 +132,39 @@ def _methods(server: VllmServer, state: State, folder: Path, url: str, opened: E
         routes.update(version.seq)
         routes.finish_update(str(version.seq))
 
-    def resume() -> float:
+    def resume(pause: tuple[float, int], size: int) -> Sync:
         routes.resume()
-        return time.monotonic()
+        return Sync(pause[0], time.monotonic(), size, routes.requests - pause[1])
 
     broadcast = weight_broadcast.Broadcast(routes, free_port(), state)
 
-    def broadcast_all() -> tuple[float, float, int]:
+    def broadcast_all() -> Sync:
         paused = pause()
         routes.start_update()
         size = broadcast.send(state)
         routes.finish_update(None)
-        return paused, resume(), size
+        return resume(paused, size)
 
     numbers = itertools.count()
 
-    def all_through_the_store() -> tuple[float, float, int]:
+    def all_through_the_store() -> Sync:
         paused, name = pause(), f"everything-{next(numbers)}"
         with Publisher(f"{url}/{name}", options=WriterOptions(skips=False)) as publisher:
             version = _published(publisher, state)
         with Subscriber(f"{url}/{name}", folder / name, options=ReaderOptions(pin=False)) as subscriber:
             subscriber.sync()
         load(folder / name, version)
-        return paused, resume(), version.bytes
+        return resume(paused, version.bytes)
 
     inside = opened.enter_context(Publisher(f"{url}/inside"))
     reader = opened.enter_context(Subscriber(f"{url}/inside", folder / "inside"))
 
-    def delta_in_the_pause() -> tuple[float, float, int]:
+    def delta_in_the_pause() -> Sync:
         version = _published(inside, state)
         paused = pause()
         reader.sync()
         load(folder / "inside", version)
-        return paused, resume(), version.bytes
+        return resume(paused, version.bytes)
 
     ours = opened.enter_context(Publisher(f"{url}/ours"))
     events: list[Event] = []
@@ -157,21 +172,26 @@ def _methods(server: VllmServer, state: State, folder: Path, url: str, opened: E
     sidecar = Sidecar(server.url, f"{url}/ours", folder / "ours", on_event=events.append)
     opened.callback(sidecar.close)
 
-    def prefetched() -> tuple[float, float, int]:
+    def prefetched() -> Sync:
         version = _published(ours, state)
         sidecar.step()
         resumed = time.monotonic()
         (swap,) = [event for event in events if event.name == "swapped" and event.fields["seq"] == version.seq]
-        return resumed - float(swap.fields["pause_seconds"] or 0), resumed, version.bytes
+        pause_seconds, calls = float(swap.fields["pause_seconds"] or 0), int(swap.fields["http_calls"] or 0)
+        return Sync(resumed - pause_seconds, resumed, version.bytes, calls)
 
-    def once(step: Callable[[], tuple[float, float, int]]) -> Callable[[], None]:
+    def join_sidecar() -> None:
+        _published(ours, state)
+        sidecar.step()  # it may find that the server has this version already
+
+    def once(step: Callable[[], Sync]) -> Callable[[], None]:
         return lambda: step() and None
 
     return [
         Method("all weights, broadcast within the pause (TRL's method, re-implemented)", once(broadcast_all), broadcast_all),
         Method("all weights, through the store within the pause", lambda: None, all_through_the_store),
         Method("a delta, fetched within the pause", once(delta_in_the_pause), delta_in_the_pause),
-        Method("deltawire sidecar: a delta, fetched and decoded before the pause", once(prefetched), prefetched),
+        Method("deltawire sidecar: a delta, fetched and decoded before the pause", join_sidecar, prefetched),
     ]
 
 
@@ -180,13 +200,22 @@ def _table(methods: list[Method], weight_bytes: int, quiet: list[float], request
     table = Table(
         "engine-swap",
         f"vLLM on CPU ({weight_bytes / 1e6:.0f} MB of bf16 weights, {CLIENTS} streams), a sync at each of {steps} steps of 1% changes",
-        ["method", "pause, ms", "longest wait for a token, ms", "tokens delayed per sync", "bytes per sync", "seconds behind the trainer"],
+        [
+            "method",
+            "pause, ms",
+            "HTTP requests in the pause",
+            "longest wait for a token, ms",
+            "tokens delayed per sync",
+            "bytes per sync",
+            "seconds behind the trainer",
+        ],
     )
     for method in methods:
         table.rows.append(
             [
                 method.name,
                 f"{1e3 * statistics.median(method.pauses):.0f} (at most {1e3 * max(method.pauses):.0f})",
+                str(max(method.calls)),
                 f"{1e3 * statistics.median(method.gaps):.0f}",
                 f"{statistics.median(method.gaps) * rate:.0f}",
                 f"{statistics.mean(method.sizes) / 1e6:.2f} MB",
@@ -212,6 +241,7 @@ def _table(methods: list[Method], weight_bytes: int, quiet: list[float], request
     ):
         ratio = statistics.median(other.pauses) / statistics.median(ours.pauses)
         table.check(f"a shorter pause than with {what} ({ratio:.1f} times)", ratio > 1)
+    table.check(f"at most 3 HTTP requests in the pause ({max(ours.calls)})", max(ours.calls) <= 3)
     fewer = statistics.mean(broadcast.sizes) / statistics.mean(ours.sizes)
     table.check(f"fewer bytes than with all weights ({fewer:.0f} times)", fewer > 1)
     return table

@@ -21,6 +21,7 @@ import publish_calls
 import publish_overhead
 import quantise_speed
 import quantised_size
+import rank_cost
 import rl_async
 import seaweed
 import step_cost
@@ -31,6 +32,7 @@ NAMES = [
     "quantised-size",
     "quantised-size-large",
     "step-cost",
+    "rank-cost",
     "speed",
     "quantise",
     "many-tensors",
@@ -72,6 +74,7 @@ def main() -> int:
         "quantised-size": lambda: quantised_size.measure(trace),
         "quantised-size-large": lambda: quantised_size.measure_large(1 << (24 if quick else 30)),
         "step-cost": step_cost.measure,
+        "rank-cost": rank_cost.measure,
         "speed": lambda: codec_speed.measure(1 << (24 if quick else 29), 2 if quick else 5),
         "quantise": lambda: quantise_speed.measure(1 << (24 if quick else 28), 1 if quick else 5),
         "many-tensors": lambda: many_tensors.measure(1_000 if quick else 100_000),
