@@ -33,7 +33,7 @@ _LOOKED_AT = (0, 3, 7, 20, 63)
 
 @dataclass(frozen=True)
 class Assumed:
-    """What was not measured."""
+    """Numbers that were not measured."""
 
     link: float = 5e9
     """Bytes per second from the store to a host."""

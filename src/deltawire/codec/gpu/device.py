@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -110,6 +110,16 @@ class Gpu:
 def has_kernels(device: torch.device) -> bool:
     """Tell whether the codec can work on a device: on an NVIDIA GPU that is not too old."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= compiler.OLDEST_ARCHITECTURE
+
+
+def compile_kernels(device: torch.device, widths: Iterable[int]) -> None:
+    """Compile the kernels for elements of these widths in bits, unless the disk has them. Otherwise their first use takes seconds.
+
+    Does nothing on a device on which the codec cannot work.
+    """
+    if has_kernels(device):
+        for width in sorted(set(widths)):
+            gpu_at(device).kernels(width)
 
 
 @functools.cache

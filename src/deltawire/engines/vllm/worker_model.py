@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,7 +10,9 @@ from typing import Any
 
 import torch
 
-from ...errors import CheckpointError, EngineRefused
+from ...codec.gpu.device import compile_kernels
+from ...dtypes import payload_type
+from ...errors import CheckpointError, CodecUnavailable, EngineRefused
 from ...format.checkpoints.checkpoint import Checkpoint
 from ...subscribe.tensor_table import TensorSpec, TensorTable
 from . import loading
@@ -79,13 +82,19 @@ class WorkerModel:
         return layout
 
     def learn_early(self) -> None:
-        """Learn the layout of the checkpoint that the server has loaded. Later, the KV cache occupies the memory that learning needs."""
+        """Learn the layout of the checkpoint that the server has loaded, and compile the kernels that decode its updates.
+
+        Later, the KV cache occupies the memory that learning needs, and requests would wait for the compiler.
+        """
         try:
             checkpoint = self.checkpoint()
         except (CheckpointError, OSError):  # the layout is learnt later
             return
         entries = {name: checkpoint.entry(name) for name in sorted(checkpoint)}
         self.learn_layout({name: TensorSpec(entry.dtype, entry.shape) for name, entry in entries.items()})
+        widths = {width for name, entry in entries.items() for width in (entry.dtype.width, payload_type(name, entry.dtype).width)}
+        with contextlib.suppress(CodecUnavailable):  # the first update reports it
+            compile_kernels(next(self.model.parameters()).device, widths)
 
     def recompute(self, rules: Sequence[ModuleRule]) -> None:
         """Compute the derived tensors of modules again, in place.
