@@ -52,14 +52,30 @@ def test_readers_of_a_location_without_a_chain_leave_nothing_behind(command: str
         ["gc", "a", "--grace", "inf"],
         ["gc", "a", "--keep-anchors", "0"],
         ["keygen"],
+        ["sidecar", "--from", "a", "--engine", "nonsense"],
+        ["sidecar", "--from", "a", "--engine", "http://"],
+        ["sidecar", "--from", "a", "--engine", "http://127.0.0.1:port"],
+        ["sidecar", "--from", "a", "--engine", "http://127.0.0.1:1", "--name", "a/b"],
+        ["sidecar", "--from", "a", "--engine", "http://127.0.0.1:1", "--ready", "8001", "--spool", "SPOOL"],
+        ["member", "--from", "a", "--env", "m:f", "--engine", "vllm=http://"],
     ],
 )
-def test_wrong_usage_exits_with_two(arguments: list[str]) -> None:
-    done = run(*arguments)
+def test_wrong_usage_exits_with_two(arguments: list[str], tmp_path: Path) -> None:
+    done = run(*(tmp_path / "spool" if argument == "SPOOL" else argument for argument in arguments))
     assert done.returncode == 2
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     assert "secret" not in done.stderr
+
+
+def test_a_sidecar_checks_its_directories_before_it_waits_for_a_chain(tmp_path: Path) -> None:
+    start = ["sidecar", "--engine", "http://127.0.0.1:1", "--from", tmp_path / "nowhere"]
+    (tmp_path / "notes").write_text("not a directory")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").touch()
+    assert "notes" in fail(*start, "--spool", tmp_path / "notes", kind="SpoolError")
+    for mirror, message in (("notes", "is a file"), ("full", "holds other files")):
+        assert message in fail(*start, "--spool", tmp_path / "spool", "--mirror", tmp_path / mirror, kind="MirrorError")
 
 
 def test_swapped_arguments_are_noticed(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:

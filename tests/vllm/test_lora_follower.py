@@ -272,7 +272,7 @@ def test_a_server_serves_versions_of_an_adapter_and_its_base_is_updated_below_th
     (block,) = [block for block in blocks(ROOT / "docs/serve.md") if block.run_by == "tests/vllm/test_lora_follower.py"]
     words = block.text.split()
     assert words[:-1] == ["deltawire", "sidecar", "--engine", "http://127.0.0.1:8000", "--from", "s3://bucket/run", "--lora"]
-    command = follow(fresh.url, run.store, run.mirror, "--lora", words[-1].replace("s3://bucket/math", str(tmp_path / "adapter")))
+    command = follow(fresh.url, run.store, "--lora", words[-1].replace("s3://bucket/math", str(tmp_path / "adapter")))
     wait_until(lambda: bool(command.events("adapter-loaded")), "the adapter")
     assert [event["adapter"] for event in command.events("adapter-loaded")] == ["math-v4"]
     assert fresh.generate() == after["tiny"]

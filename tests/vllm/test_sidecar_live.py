@@ -85,6 +85,7 @@ def test_a_server_that_refuses_two_deltas_is_loaded_from_a_mirror(live: Scene) -
     assert live.server.calls == ["prepare", "swap drop"] * 2 + ["swap drop mirror"]
     assert live.server.name == str(seq)
     assert live.cached_mirror.exists()
+    assert [event.fields["reason"] for event in live.events if event.name == "mirror-used"] == ["the server has refused 2 deltas"]
     live.server.calls.clear()
     live.publish()
     live.sidecar.step()

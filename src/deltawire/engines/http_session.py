@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import functools
 import ssl
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,24 @@ class PendingAnswer:
     def cancel(self) -> None:
         """Close the connection if there is no answer yet. The server then stops its work for this request."""
         self._future.cancel()
+
+
+def check_server_url(url: str) -> str:
+    """Return the address of a server, without a slash at its end. Raises `ValueError` if it is not one.
+
+    Parameters
+    ----------
+    url
+        The address, such as http://127.0.0.1:8000.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as a port that is not a number
+        is_address = False
+    if not is_address:
+        raise ValueError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:8000")
+    return url.rstrip("/")
 
 
 class HttpSession:

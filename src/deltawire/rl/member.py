@@ -80,10 +80,15 @@ def parse_engine(text: str) -> str | None:
     """Return the URL of a vLLM server, or None for transformers. Raise `ValueError` for anything else."""
     if text == "transformers":
         return None
+    from ..engines.http_session import check_server_url
+
     kind, _, url = text.partition("=")
-    if kind != "vllm" or not url.startswith(("http://", "https://")):
-        raise ValueError(f"{text!r} is not an engine: use `transformers`, or `vllm=http://127.0.0.1:8000` for a server on this machine")
-    return url
+    try:
+        if kind == "vllm":
+            return check_server_url(url)
+    except ValueError:
+        pass
+    raise ValueError(f"{text!r} is not an engine: use `transformers`, or `vllm=http://127.0.0.1:8000` for a server on this machine")
 
 
 def serve(

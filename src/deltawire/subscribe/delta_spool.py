@@ -8,6 +8,7 @@ It holds the next updates, not the model:
     DIR/shards/               shards of a full checkpoint, only while workers load it
     DIR/kept/SERVER/          tensors that the workers of a server share (engines/vllm/live/kept_bases.py), while the server runs
     DIR/lock                  `flock` file of the one process that writes
+    DIR/alive                 `flock` file of all processes that use the spool
 
 One process fetches a hop, usually the sidecar, and every worker of the host maps the same files. The manifest of a hop is written last and
 replaced as a whole, so a hop whose manifest can be read is complete, unless files were deleted or the machine lost power since then.
@@ -26,7 +27,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from blake3 import blake3
@@ -40,7 +41,7 @@ from .spooled_hop import SpooledHop, manifest_bytes, read_manifest
 from .sync_context import SyncContext
 
 ALIVE = "alive"
-"""The `flock` file of a folder that belongs to a running server."""
+"""The `flock` file of a folder that running processes use. A folder with such a file that no process holds was left by killed ones."""
 
 _MANIFEST = re.compile(r"hop-(0|[1-9][0-9]{0,18})-(0|[1-9][0-9]{0,18})\.json")
 _PAUSE = 0.02
@@ -76,6 +77,15 @@ class DeltaSpool:
     def table_path(self) -> Path:
         """The file with the names, types and shapes of the chain's tensors (`tensor_table.write_table`)."""
         return self.folder / "tensors.json"
+
+    def hold(self) -> FileLock:
+        """Make the directory, and keep it until the lock is released. Otherwise `default_spool` takes it for one that was left behind.
+
+        Raises `SpoolError` if the directory cannot be used.
+        """
+        with spool_errors(self.folder):
+            _make_private(self.folder)
+            return hold_folder(self.folder)
 
     def put(self, hop: Hop, context: SyncContext) -> SpooledHop:
         """Fetch the files of a hop that the spool lacks, check all of them, and write the manifest last.
@@ -295,13 +305,35 @@ class DeltaSpool:
         return self.folder / f"hop-{base}-{target}.json"
 
 
+def hold_folder(folder: Path, sleep: Callable[[float], None] = time.sleep) -> FileLock:
+    """Make a folder, and take its lock `ALIVE`, so that `remove_abandoned` leaves it alone until the lock is released.
+
+    Parameters
+    ----------
+    folder
+        The folder. Several processes may hold it.
+    sleep
+        For tests.
+    """
+    while True:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            (folder / ALIVE).touch()
+        lock = FileLock.try_shared(folder / ALIVE)
+        if lock is not None and (folder / ALIVE).exists():
+            return lock
+        if lock is not None:  # another process has taken the folder for an abandoned one
+            lock.release()
+        sleep(_PAUSE)
+
+
 def remove_abandoned(parent: Path) -> None:
-    """Delete the folders of servers that have ended. Each server holds the lock `ALIVE` in its folder.
+    """Delete the folders that no process uses any more. Each process holds the lock `ALIVE` in its folder (`hold_folder`).
 
     Parameters
     ----------
     parent
-        The directory that has one folder for each server.
+        The directory with these folders.
     """
     for folder in list(parent.iterdir()) if parent.is_dir() else ():
         if not (folder / ALIVE).exists():
@@ -315,7 +347,7 @@ def remove_abandoned(parent: Path) -> None:
 
 def default_spool(url: str, delta_bytes: int = 0) -> Path:
     """Return the usual directory for the spool of a chain: in memory (/dev/shm) if there is room for four deltas and at least 1 GiB,
-    otherwise in this user's cache. Frees the memory that killed servers of other chains have left there.
+    otherwise in this user's cache. Deletes what killed sidecars and servers of this user have left in both places.
 
     Parameters
     ----------
@@ -325,16 +357,20 @@ def default_spool(url: str, delta_bytes: int = 0) -> Path:
         About how many bytes a delta has. 0 if that is not known.
     """
     name = blake3(url.encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltawire" / "spools"
     root = Path("/dev/shm") / f"deltawire-{os.getuid()}"
     with contextlib.suppress(OSError, SpoolError):
         _make_private(root)
-        for other in root.iterdir():  # of earlier runs, whose sidecars and servers may have been killed
-            with contextlib.suppress(SpoolError):
-                DeltaSpool(other).drop_abandoned()
+    for parent in (root, cache):
+        with contextlib.suppress(OSError, SpoolError):
+            remove_abandoned(parent)
+            for other in parent.iterdir():  # some of its users have ended, perhaps
+                with contextlib.suppress(SpoolError):
+                    DeltaSpool(other).drop_abandoned()
+    with contextlib.suppress(OSError):
         if shutil.disk_usage(root).free >= max(_ROOM * delta_bytes, _LEAST_ROOM):
             return root / name
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "deltawire" / "spools" / name
+    return cache / name
 
 
 @contextlib.contextmanager

@@ -374,6 +374,31 @@ def test_memory_that_killed_servers_of_other_chains_have_left_is_freed(monkeypat
         shutil.rmtree(left)
 
 
+@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_deltas_that_a_killed_sidecar_has_left_are_deleted_by_the_next_one(
+    has_room: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(delta_spool.shutil, "disk_usage", lambda _: SimpleNamespace(free=has_room * (1 << 40)))
+    chain = grown_chain()
+    held = []
+    for number in range(2):
+        spool = DeltaSpool(default_spool(f"s3://{os.getpid()}/{has_room}{number}"))
+        held.append(spool.hold())
+        put(spool, chain, 2)
+    left, used = (default_spool(f"s3://{os.getpid()}/{has_room}{number}") for number in range(2))
+    try:
+        held[0].release()  # its process has ended
+        default_spool("s3://a/b")
+        assert not left.exists()
+        assert len(list((used / "files").iterdir())) == len(chain.commits[2].files)
+    finally:
+        held[1].release()
+        default_spool("s3://a/b")
+    assert not used.exists()
+
+
 class SlowStore(WrappedStore):
     """Waits in its first read of data until it is told to go on."""
 

@@ -15,6 +15,7 @@ from ..options.adapters import LoraOption, read_adapters, start_followers, with_
 from ..options.chain import PinOption, RunOption, TrustOption, check_url, reader_options
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
 from ..options.engine import Cache, CacheOption, Canary, CanaryOption
+from ..options.member import check_member_name
 from ..output import figures
 from ..output.event_notices import print_if_verbose
 from ..output.terminal import print_json_line, print_line, print_notice
@@ -47,9 +48,25 @@ class Confirm(str, enum.Enum):
     everything = "everything"
 
 
+def _check_engine(url: str) -> str:
+    from ...engines.http_session import check_server_url
+
+    try:
+        return check_server_url(url)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.") from None
+
+
 def sidecar(
     engine: Annotated[
-        str, typer.Option("--engine", metavar="URL", help="The URL of the vLLM server, such as http://127.0.0.1:8000.", show_default=False)
+        str,
+        typer.Option(
+            "--engine",
+            metavar="URL",
+            help="The URL of the vLLM server, such as http://127.0.0.1:8000.",
+            show_default=False,
+            callback=_check_engine,
+        ),
     ],
     source: Annotated[
         str | None,
@@ -95,7 +112,10 @@ def sidecar(
     ] = SwapBy.call,
     lora: LoraOption = None,
     name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="The name of this engine in the store.", show_default=False)
+        str | None,
+        typer.Option(
+            "--name", metavar="NAME", help="The name of this engine in the store.", show_default=False, callback=check_member_name
+        ),
     ] = None,
     ready: Annotated[
         str | None,

@@ -24,6 +24,7 @@ everything.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,11 +36,12 @@ from vllm.logger import init_logger
 
 from ...chain.reader_options import ReaderOptions
 from ...codec.gpu.device import let_others_go_first
-from ...errors import CorruptRecord, EngineError, EngineQuarantined, EngineRefused
+from ...errors import CorruptRecord, EngineError, EngineQuarantined, EngineRefused, SpoolError
 from ...format.records.canonical import Fields
 from ...format.records.record_parts import CommitRef
 from ...subscribe.delta_spool import DeltaSpool, default_spool
 from ...subscribe.fetching_spool import FetchingSpool
+from ...subscribe.mirror.locks import FileLock
 from . import OLDEST_VLLM, lost_wakeups
 from .draft import tell_drafts
 from .live.cold_start import ColdStart
@@ -124,6 +126,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._peers: PeerBases | None = None
         self._cold_start: ColdStart | None = None
         self._spool: DeltaSpool | None = None
+        self._held_spools: dict[Path, FileLock] = {}
+        """Spools that stay until this process ends: tensors that the workers share stay in the first one."""
         self._why_not: str | None = NOT_LEARNT
         """The reason why updates could not be written to live memory with the settings before these."""
         self._is_for_draft = False
@@ -332,6 +336,9 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         self._weights = self._live_weights(info, folder)
         assert self._bases is not None
         self._spool = DeltaSpool(folder) if info.url is None else FetchingSpool(folder, info.url, options=options)
+        if folder not in self._held_spools:
+            with contextlib.suppress(SpoolError):  # `prepare` and `swap` say what is wrong with it
+                self._held_spools[folder] = self._spool.hold()
         self._updates = LiveUpdates(self._weights, self._spool, self._peers, why_not=self._why_not)
         mirror = None if info.mirror is None else Path(info.mirror)
         self._cold_start = ColdStart(self._updates, self._spool, self._bases, self._model.load, mirror=mirror, threads=info.threads)

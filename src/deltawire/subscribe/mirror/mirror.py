@@ -91,15 +91,23 @@ class Mirror:
         if why := misplaced(self.path):
             raise MirrorError(f"{self.path} {why}. Name another directory for the mirror: `deltawire follow URL DIR`.")
 
+    def refuse_occupied(self) -> None:
+        """Raise `MirrorError` if the path is not a mirror, and none can be made there because it holds something else."""
+        if self.run_id is not None:
+            return
+        self.refuse_misplaced()
+        if self.path.exists() and not self.path.is_dir():
+            raise MirrorError(f"{self.path} is a file. Name a new or empty directory for the mirror.")
+        strangers = [name for name in os.listdir(self.path) if not _is_own(name)] if self.path.is_dir() else []
+        if strangers and self.run_id is None:  # unless another process has just made it
+            raise MirrorError(f"{self.path} holds other files ({strangers[0]}). Name a new or empty directory for the mirror.")
+
     def create(self, run_id: str) -> None:
         """Make the mirror if it does not exist. Raises `RunMismatch` if it has another run, and `MirrorError` if the directory is not a
         mirror.
         """
         if self.run_id is None:
-            self.refuse_misplaced()
-            strangers = [name for name in os.listdir(self.path) if not _is_own(name)] if self.path.is_dir() else []
-            if strangers and self.run_id is None:  # unless another process has just made it
-                raise MirrorError(f"{self.path} holds other files ({strangers[0]}). Name a new or empty directory for the mirror.")
+            self.refuse_occupied()
             for folder in ("slots", "locks", "deltas"):
                 (self.path / folder).mkdir(parents=True, exist_ok=True)
             with FileLock.wait_exclusive(self.path / "locks" / "create"):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ....errors import EngineError, EngineUnavailable
 from ...base import KvCache
-from ...http_session import HttpSession, NoAnswer, PendingAnswer, http_session
+from ...http_session import HttpSession, NoAnswer, PendingAnswer, check_server_url, http_session
 
 PauseMode = Literal["keep", "wait", "abort"]
 """Says what happens to requests in progress: "keep" continues them after the pause, "wait" finishes them first, "abort" ends them."""
@@ -93,13 +93,13 @@ class VllmRoutes:
     Parameters
     ----------
     url
-        The address of the server, such as http://127.0.0.1:8000.
+        The address of the server, such as http://127.0.0.1:8000. Anything else raises `ValueError`.
     patience
         Seconds that a request which changes the server may take.
     """
 
     def __init__(self, url: str, *, patience: float = _PATIENT) -> None:
-        self.url = url.rstrip("/")
+        self.url = check_server_url(url)
         self._patience = patience
         self._lock = threading.Lock()
         self._open: contextlib.ExitStack | None = None

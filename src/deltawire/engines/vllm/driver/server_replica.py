@@ -31,6 +31,7 @@ from ....events import OnEvent, Value, emit
 from ....format.digest import Digest
 from ....format.records.version_records import Commit
 from ....subscribe.delta_spool import DeltaSpool
+from ....subscribe.mirror.mirror import Mirror
 from ....subscribe.mirror.mirror_replica import MirrorReplica
 from ....subscribe.sync_context import SyncContext
 from ....subscribe.tensor_table import read_tensor_table, write_table
@@ -121,7 +122,10 @@ class ServerReplica:
         self.last_update: ServerUpdate | None = None
         """The last update, whatever became of it."""
         self._commit: Commit | None = None
+        if settings.prefers_mirror:
+            Mirror(settings.mirror).refuse_occupied()  # now, and not when it is needed for the first time
         self._spool = DeltaSpool(settings.spool)
+        self._held_spool = self._spool.hold()
         self._is_live = False
         self._live_failures = 0
         self._stage_seconds = 0.0
@@ -195,6 +199,7 @@ class ServerReplica:
             self._mirror.close()
         with contextlib.suppress(SpoolError):
             self._spool.keep_only(0)  # it is usually in memory, and the next sidecar fetches what it needs
+        self._held_spool.release()
 
     # The version of the server
 
@@ -320,6 +325,8 @@ class ServerReplica:
             else:
                 self._note_loaded(target, context)
                 return
+        if self._live_failures >= _MOST_LIVE_FAILURES:
+            self._tell_why_not(f"the server has refused {self._live_failures} deltas")
         self._load_from_mirror(target, context)
 
     def _load_from_mirror(self, target: Commit, context: SyncContext) -> None:

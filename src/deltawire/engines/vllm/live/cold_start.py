@@ -114,12 +114,12 @@ class ColdStart:
         except Exception as error:
             _note(error, errors)
             return None
-        if held is None or held.record.seq != seq:
-            errors.append(f"{self._mirror.path} holds {'no sound version' if held is None else f'commit {held.record.seq}'}")
-        if held is not None and held.record.seq != seq:
+        if held is not None and held.record.seq == seq:
+            return held
+        errors.append(f"{self._mirror.path} holds {'no sound version' if held is None else f'commit {held.record.seq}'}")
+        if held is not None:
             held.release()
-            return None
-        return held
+        return None
 
     def _load_mirror(self, held: HeldSlot) -> SwapOutcome:
         times: dict[str, float] = {}

@@ -35,7 +35,7 @@ from ....delta.patch import TensorPatch
 from ....errors import DeltawireError, SpoolError
 from ....format.checkpoints.checkpoint import Checkpoint
 from ....format.records.record_parts import CommitRef
-from ....subscribe.delta_spool import ALIVE, remove_abandoned, retryable_error, spool_errors
+from ....subscribe.delta_spool import hold_folder, remove_abandoned, retryable_error, spool_errors
 from ....subscribe.mirror.locks import FileLock
 from ....subscribe.tensor_table import TensorSpec, TensorTable
 
@@ -264,16 +264,7 @@ class KeptBases:
     def _open_folder(self) -> None:
         if not self._alive:
             remove_abandoned(self._folder.parent)  # a server that was killed may have left copies of a whole model
-        while not self._alive:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (self._folder / ALIVE).touch()
-            alive = FileLock.try_shared(self._folder / ALIVE)
-            if alive is not None and (self._folder / ALIVE).exists():
-                self._alive.append(alive)
-            else:  # another process takes the folder for an abandoned one
-                if alive is not None:
-                    alive.release()
-                self._sleep(_PAUSE)
+            self._alive.append(hold_folder(self._folder, self._sleep))
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{blake3(name.encode()).hexdigest()[:32]}.bin"
