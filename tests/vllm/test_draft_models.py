@@ -9,16 +9,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from live_server import LiveServer
 from loaded_models import MTP, LoadedModel, import_vllm, load_draft, load_model
 from model_memory import addresses, difference, memory
 from test_live_backend import Chain, loads_in, start_backend
-from tiny_checkpoints import TinyMtp
+from tiny_checkpoints import State, TinyMtp
 
 from deltawire.engines.vllm.driver.sidecar import Sidecar
 from deltawire.errors import EngineRefused
 from deltawire.events import Event
+from deltawire.format.bundle_names import MAIN
+from deltawire.trainers import join_bundles
 
 pytestmark = pytest.mark.slow
 
@@ -146,6 +149,57 @@ def test_a_draft_with_a_checkpoint_of_its_own_stays_as_it_is(tmp_path: Path) -> 
     backend.shutdown()
 
 
+def bundled(state: State) -> State:
+    """Return the weights of a version whose draft has a checkpoint of its own: its tensors are a bundle."""
+    own = {name: tensor for name, tensor in state.items() if "mtp" in name}
+    return join_bundles({name: tensor for name, tensor in state.items() if name not in own}, draft=own)  # type: ignore[return-value]
+
+
+def save_apart(folder: Path, state: State) -> tuple[Path, Path]:
+    """Write the checkpoints of the model and of its draft, which has the embedding too."""
+    model = MODEL.save(folder / "model", {name: tensor for name, tensor in state.items() if "mtp" not in name})
+    shared = ("model.embed_tokens.weight", "lm_head.weight")
+    return model, MODEL.save(folder / "draft", {name: tensor for name, tensor in state.items() if "mtp" in name or name in shared})
+
+
+def test_a_draft_with_a_checkpoint_of_its_own_follows_the_bundle_draft(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, MODEL, None, versions=4, join=bundled)
+    states = chain.states
+    loaded, draft = load(*save_apart(tmp_path / "first", states[0]))
+    backend = follow(chain, loaded, draft, url=chain.url)
+    status = backend.status()
+    assert status["draft"]["follows"]
+    assert (status["tensors"], status["kept_bytes"]) == ({"direct": len(states[0])}, 0)
+    with loaded.active():
+        for number, is_new in ((1, False), (2, True), (3, False)):
+            if is_new:
+                backend.forget()
+            answer = backend.swap(chain.commits[number].seq)
+            assert (answer["outcome"], loads_in(answer)) == ("made", int(is_new)), answer["error"]
+    assert difference(both(loaded, draft), both(*load(*save_apart(tmp_path / "last", states[3])))) == []
+    backend.shutdown()
+
+
+def test_bundles_that_a_server_does_not_use_do_not_hinder_its_updates(tmp_path: Path) -> None:
+    """A LoRA adapter in the chain of its model: the first version is loaded in full, because the server's checkpoint does not have it."""
+    adapter = {"q_proj.lora_A.weight": np.ones((8, 4), np.float32)}
+    chain = Chain(tmp_path, MODEL, None, join=lambda state: join_bundles(state, math=adapter))  # type: ignore[return-value, arg-type]
+    states = chain.states
+    loaded, draft = load(MODEL.save(tmp_path / "model", states[0]))
+    backend = start_backend(loaded, spool=str(chain.spool.folder), url=chain.url)
+    backend.take_draft(draft)
+    with loaded.active():
+        assert backend.learn(str(chain.spool.table_path))["live"]
+        assert backend.adopt(chain.ref(0).plain())["seq"] is None
+        for number, is_new in ((0, 1), (1, 0), (2, 0)):
+            answer = backend.swap(chain.commits[number].seq)
+            assert (answer["outcome"], loads_in(answer)) == ("made", is_new), answer["error"]
+    assert backend.status()["tensors"] == {"direct": len(states[0]), "absent": 1}
+    fresh = load(MODEL.save(tmp_path / "last", states[2]))
+    assert difference(both(loaded, draft), both(*fresh)) == []
+    backend.shutdown()
+
+
 def test_a_server_with_two_workers_updates_its_draft(
     start_run: Callable[..., Any], serve: Callable[..., LiveServer], tmp_path: Path
 ) -> None:
@@ -154,7 +208,7 @@ def test_a_server_with_two_workers_updates_its_draft(
     arguments = ["--speculative-config", json.dumps(MTP)]
     server = serve(run.checkpoint, ranks=2, arguments=arguments).wait()
     events: list[Event] = []
-    sidecar = Sidecar(server.url, run.store, tmp_path / "mirror", spool=tmp_path / "spool", on_event=events.append)
+    sidecar = Sidecar(server.url, run.store, spool=tmp_path / "spool", on_event=events.append)
     sidecar.step()
     for _ in range(2):
         run.publish()
@@ -188,7 +242,7 @@ def test_the_same_checkpoint_by_another_path_is_the_same(tmp_path: Path) -> None
             torch.nn.Linear(1, 1), SimpleNamespace(model_config=model, speculative_config=SimpleNamespace(draft_model_config=config))
         )
         assert found is not None
-        return found.why_not is None
+        return found.bundle({}) == MAIN
 
     assert follows(str(tmp_path / "model"), str(tmp_path / "link"))
     assert follows("/cache/of/streamer", "s3://bucket/model", weights="s3://bucket/model")

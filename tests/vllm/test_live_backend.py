@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,14 @@ CASES: dict[str, tuple[TinyModel, str | None]] = {
 class Chain:
     """Versions of a model, and the spool that a sidecar would fill."""
 
-    def __init__(self, folder: Path, model: TinyModel, recipe: str | None, versions: int = 3) -> None:
-        states: list[State] = [model.state()]
+    def __init__(
+        self, folder: Path, model: TinyModel, recipe: str | None, versions: int = 3, *, join: Callable[[State], State] = dict
+    ) -> None:
+        self.states: list[State] = [model.state()]
         for number in range(1, versions):
-            states.append({name: tensor.copy() for name, tensor in states[-1].items()})
-            train(states[-1], np.random.default_rng(number), 0.05)
-        self.url, self.checkpoints = publish(folder, model, states, recipe)
+            self.states.append({name: tensor.copy() for name, tensor in self.states[-1].items()})
+            train(self.states[-1], np.random.default_rng(number), 0.05)
+        self.url, self.checkpoints = publish(folder, model, [join(state) for state in self.states], recipe)
         self.log = ReaderOptions().open_log(open_store(self.url))
         self.spool = DeltaSpool(folder / "spool")
         context = self._context()
@@ -323,9 +326,9 @@ def test_a_gpu_worker_learns_its_layout_before_the_kv_cache_takes_the_memory(tmp
         from deltawire.engines.vllm import worker_model
     learn = worker_model.learn_layout
 
-    def counted(model: Any, config: Any, table: Any, *, draft: Any) -> Any:
+    def counted(model: Any, config: Any, table: Any, **options: Any) -> Any:
         learnt.append(len(table))
-        return learn(model, config, table, draft=draft)
+        return learn(model, config, table, **options)
 
     monkeypatch.setattr(worker_model, "learn_layout", counted)
     monkeypatch.setattr(device, "_PRIORITIES", dict(device._PRIORITIES))

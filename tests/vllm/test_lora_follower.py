@@ -232,7 +232,7 @@ def test_a_server_serves_versions_of_an_adapter_and_its_base_is_updated_below_th
     (tmp_path / CONFIG).write_text(json.dumps(config))
     server = serve(run.checkpoint, **options).wait()
     events: list[Event] = []
-    sidecar = Sidecar(server.url, run.store, tmp_path / "mirror", spool=tmp_path / "spool", on_event=events.append)
+    sidecar = Sidecar(server.url, run.store, spool=tmp_path / "spool", on_event=events.append)
     sidecar.step()
     follower = LoraFollower(server.url, "math", tmp_path / "adapter", tmp_path / "lora", on_event=events.append)
     publisher = Publisher(tmp_path / "adapter", attachments={CONFIG: tmp_path / CONFIG})

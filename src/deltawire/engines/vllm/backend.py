@@ -313,7 +313,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             "error": self._error,
             "unconfirmed": self._weights is not None and self._weights.is_unconfirmed,
             "last": dict(self._last),
-            "draft": None if self._model.draft is None else self._model.draft.status(),
+            "draft": self._model.draft_status(),
             "kept_bytes": 0 if self._bases is None else self._bases.nbytes,
             **({"live": False} if updates is None else updates.status()),
         }
@@ -366,10 +366,10 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
 
     def _check_draft(self, seq: int) -> None:
         """Raise, in the last worker, unless the draft model of all workers has a version."""
-        draft, has = self._model.draft, self.status()["seq"]
+        draft, has = self._model.draft_status(), self.status()["seq"]
         self._error = None
-        if draft is None or draft.why_not is not None:
-            self._error = "it has none" if draft is None else draft.why_not
+        if draft is None or not draft["follows"]:
+            self._error = "it has none" if draft is None else draft["why_not"]
         elif has != seq:
             self._error = f"the draft model is updated together with the model, which has commit {has}: POST /start_weight_update instead"
         if failed_ranks(self._error is not None):

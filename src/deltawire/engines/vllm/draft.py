@@ -1,9 +1,10 @@
 """The draft model of a worker: it proposes tokens that the model then checks (speculative decoding).
 
 A draft whose weights are in the checkpoint of the model, such as an MTP layer, *follows* the chain: the same swap writes both, so the model
-of one version is never served with the draft of another. A draft with a checkpoint of its own is not in the chain, and stays as it is. Its
-proposals are then accepted less often as training goes on, but each token is still one of the model. Modules that it shares with the model,
-such as the embedding, are modules of the model, and are written with it.
+of one version is never served with the draft of another. A draft with a checkpoint of its own, such as an EAGLE head, follows it too if the
+chain has a bundle `draft`, which holds the tensors of that checkpoint. Otherwise it stays as it is. Its proposals are then accepted less
+often as training goes on, but each token is still one of the model. Modules that it shares with the model, such as the embedding, are
+modules of the model, and are written with it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ from typing import Any
 
 import torch
 
+from ...format.bundle_names import MAIN, bundle_names, split_name
 from ...subscribe.tensor_table import TensorTable
+from . import loading
 from .layout.loader_copies import record_copies
 from .layout.model_layout import DRAFT_PREFIX
-from .loading import load_tensors
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
+
+
+BUNDLE = "draft"
+"""The bundle of a chain that holds the weights of a draft with a checkpoint of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +40,41 @@ class Draft:
         The draft model.
     model_config
         vLLM's configuration of it.
-    why_not
-        The reason why it does not follow the chain. None if it does.
+    checkpoint
+        The checkpoint that it was loaded from, if that is not the one of the model.
     """
 
     model: Any
     model_config: Any
-    why_not: str | None
+    checkpoint: str | None
 
-    def status(self) -> dict[str, Any]:
-        """Return what the status of a worker says about its draft model, in JSON's types."""
-        return {"model": type(self.model).__name__, "follows": self.why_not is None, "why_not": self.why_not}
+    def bundle(self, table: TensorTable) -> str | None:
+        """Return the bundle of a chain that has the weights of this draft model. None if the chain does not have them.
+
+        Parameters
+        ----------
+        table
+            The tensors of the chain.
+        """
+        if self.checkpoint is None:
+            return MAIN
+        return BUNDLE if BUNDLE in bundle_names(table) else None
+
+    def status(self, table: TensorTable) -> dict[str, Any]:
+        """Return what the status of a worker says about its draft model, in JSON's types.
+
+        Parameters
+        ----------
+        table
+            The tensors of the chain. Empty if they are not known.
+        """
+        follows = self.bundle(table) is not None
+        why_not = f"it was loaded from a checkpoint of its own, {self.checkpoint}, which is not in the chain"
+        return {"model": type(self.model).__name__, "follows": follows, "why_not": None if follows else why_not}
 
 
 def draft_of(model: Any, vllm_config: Any) -> Draft | None:
-    """Return a worker's draft model, and whether it follows the chain. None if there is none.
+    """Return a worker's draft model, and where it comes from. None if there is none.
 
     Parameters
     ----------
@@ -61,10 +87,8 @@ def draft_of(model: Any, vllm_config: Any) -> Draft | None:
     if not isinstance(model, torch.nn.Module) or config is None:  # drafts by n-grams have no weights
         return None
     target = vllm_config.model_config
-    own = (_real(config.model), config.revision)
-    if own in ((_real(place), target.revision) for place in (target.model, target.model_weights) if place):
-        return Draft(model, config, None)
-    return Draft(model, config, f"it was loaded from a checkpoint of its own, {config.model}, which is not in the chain")
+    places = [(_real(place), target.revision) for place in (target.model, target.model_weights) if place]
+    return Draft(model, config, None if (_real(config.model), config.revision) in places else str(config.model))
 
 
 class Modules:
@@ -101,24 +125,35 @@ def load_both(model: Any, vllm_config: Any, draft: Draft, table: TensorTable, te
     vllm_config
         vLLM's configuration.
     draft
-        The draft model.
+        The draft model. It must follow the chain.
     table
         The tensors of the checkpoint.
     tensors
         All tensors of the checkpoint. Those of a module should follow each other.
     """
-    found = record_copies(draft.model, vllm_config, table)
+    found = record_copies(draft.model, vllm_config, table, bundle=draft.bundle(table) or MAIN)
     wanted = {name for name, copies in found.copies.items() if copies} | found.refused.keys()
     kept: dict[str, torch.Tensor] = {}
 
     def keep() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
             if name in wanted:
-                kept[name] = tensor
+                kept[split_name(name)[1]] = tensor
             yield name, tensor
 
-    load_tensors(model, vllm_config.model_config, keep())
-    load_tensors(draft.model, draft.model_config, kept.items())
+    loading.load_tensors(model, vllm_config.model_config, main_bundle(keep()))
+    loading.load_tensors(draft.model, draft.model_config, kept.items())
+
+
+def main_bundle(tensors: Tensors) -> Tensors:
+    """Yield the tensors that are weights of the model itself.
+
+    Parameters
+    ----------
+    tensors
+        Tensors of a chain.
+    """
+    return ((name, tensor) for name, tensor in tensors if split_name(name)[0] == MAIN)
 
 
 def tell_drafts(worker_class: Any) -> None:

@@ -13,10 +13,11 @@ import torch
 from ...codec.gpu.device import compile_kernels
 from ...dtypes import payload_type
 from ...errors import CheckpointError, CodecUnavailable, EngineRefused
+from ...format.bundle_names import MAIN
 from ...format.checkpoints.checkpoint import Checkpoint
 from ...subscribe.tensor_table import TensorSpec, TensorTable
 from . import loading
-from .draft import Draft, Modules, draft_of, load_both
+from .draft import Draft, Modules, draft_of, load_both, main_bundle
 from .layout.model_layout import DRAFT_PREFIX, ModelLayout, learn_layout
 from .layout.types import ModuleRule, Scatter
 from .modules.load_module import ModuleLoad
@@ -43,7 +44,6 @@ class WorkerModel:
         """Modules that were loaded anew, and then had the weights that they should have."""
         self.draft: Draft | None = None
         """The draft model. None if there is none."""
-        self._modules = Modules(model)
         self._table: TensorTable = {}
         """The tensors of the chain, as far as they are known."""
 
@@ -55,11 +55,10 @@ class WorkerModel:
         draft
             The draft model. None if there is none.
         """
-        before = self._following
+        before = None if self.draft is None else self.draft.model
         self.draft = draft_of(draft, self._vllm_config)
-        if self._following is not before:
+        if before is not (None if self.draft is None else self.draft.model):
             self._learnt = None
-        self._modules = Modules(self.model, self._following)
 
     def checkpoint(self) -> Checkpoint:
         """Open the checkpoint that the server has loaded. Raises `CheckpointError` if it is not a directory of safetensors."""
@@ -76,7 +75,11 @@ class WorkerModel:
         self._table = table
         if self._learnt is not None and self._learnt[0] == table and self._learnt[1].is_valid_for(self.model):
             return self._learnt[1]
-        layout = learn_layout(self.model, self._vllm_config, table, draft=self._following)
+        draft = self._following
+        bundle = None if draft is None else draft.bundle(table)
+        layout = learn_layout(
+            self.model, self._vllm_config, table, draft=None if draft is None else draft.model, draft_bundle=bundle or MAIN
+        )
         is_useful = any(tensor.kind != "module" for tensor in layout.tensors.values())
         self._learnt = (table, layout) if is_useful else None
         return layout
@@ -104,7 +107,7 @@ class WorkerModel:
         rules
             The rules of modules whose inputs have changed.
         """
-        recompute(self._modules, self._vllm_config.model_config, rules)
+        recompute(self._modules(), self._vllm_config.model_config, rules)
 
     def reprocess(self, rule: ModuleRule, read: Callable[[str], torch.Tensor]) -> list[Scatter]:
         """Process a module again that is computed from changed weights, without any effect on it. Returns what changes in its memory.
@@ -117,7 +120,7 @@ class WorkerModel:
             Returns a new tensor of the chain, in checkpoint layout.
         """
         assert self._learnt is not None
-        return process_again(self._modules, self._vllm_config, self._learnt[1], rule, read)
+        return process_again(self._modules(), self._vllm_config, self._learnt[1], rule, read)
 
     def load(self, tensors: loading.Tensors) -> None:
         """Load everything as at the start, into the model and into a draft that follows the chain. The layout must have been learnt.
@@ -127,10 +130,11 @@ class WorkerModel:
         tensors
             All tensors of a version. Those of a module should follow each other.
         """
-        if self.draft is None or self._following is None:
-            loading.load_tensors(self.model, self._vllm_config.model_config, tensors)
+        draft = self._following
+        if draft is None:
+            loading.load_tensors(self.model, self._vllm_config.model_config, main_bundle(tensors))
         else:
-            load_both(self.model, self._vllm_config, self.draft, self._table, tensors)
+            load_both(self.model, self._vllm_config, draft, self._table, tensors)
 
     def load_module(self, rule: ModuleRule, read: Callable[[str], torch.Tensor], read_old: Callable[[str], torch.Tensor]) -> ModuleLoad:
         """Prepare to load a module anew. Changes nothing. Raises `EngineRefused` if it shares tensors with a module of the draft model.
@@ -152,7 +156,14 @@ class WorkerModel:
         note = functools.partial(self._loadable.add, rule.name)
         return ModuleLoad(self.model, self._vllm_config.model_config, modules, {name: read(name) for name in tensors}, old, note)
 
+    def draft_status(self) -> dict[str, Any] | None:
+        """Return what the status says about the draft model. None if there is none."""
+        return None if self.draft is None else self.draft.status(self._table)
+
     @property
-    def _following(self) -> Any:
+    def _following(self) -> Draft | None:
         """The draft model if it follows the chain. None otherwise."""
-        return self.draft.model if self.draft is not None and self.draft.why_not is None else None
+        return None if self.draft is None or self.draft.bundle(self._table) is None else self.draft
+
+    def _modules(self) -> Modules:
+        return Modules(self.model, None if self._following is None else self._following.model)

@@ -15,16 +15,19 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....dtypes import DType
+from ....format.bundle_names import MAIN, BundleView, join_name
 from ....subscribe.tensor_table import TensorTable
 from ....tensors.torch_types import dtype_of, torch_dtype
 from .nests import compose, inverse, nest_of
 from .types import Nest
+
+_Value = TypeVar("_Value")
 
 WIDENING = {("BF16", "F32"), ("F16", "F32"), ("F8_E8M0", "F32"), ("F8_E4M3", "F32"), ("F8_E5M2", "F32"), ("F8_E4M3", "BF16")}
 """Casts that keep every number, so that they can be undone exactly."""
@@ -88,6 +91,20 @@ class LoaderCopies:
     parameters: list[RawParameter] = field(default_factory=list)
     """All raw parameters of the model."""
 
+    def in_bundle(self, bundle: str) -> LoaderCopies:
+        """Return the same with names of the chain, if these are names in a bundle.
+
+        Parameters
+        ----------
+        bundle
+            The name of the bundle.
+        """
+
+        def named(found: Mapping[str, _Value]) -> dict[str, _Value]:
+            return {join_name(bundle, name): value for name, value in found.items()}
+
+        return LoaderCopies(named(self.copies), named(self.refused), named(self.touched), self.parameters)
+
 
 def missing_parts() -> list[str]:
     """Return the parts of vLLM that stage 1 needs and that the installed vLLM does not have."""
@@ -111,8 +128,8 @@ def missing_parts() -> list[str]:
     return missing
 
 
-def record_copies(model: Any, vllm_config: Any, table: TensorTable, *, prefix: str = "") -> LoaderCopies:
-    """Record where a model's loaders copy the tensors of a chain. Changes nothing.
+def record_copies(model: Any, vllm_config: Any, table: TensorTable, *, bundle: str = MAIN, prefix: str = "") -> LoaderCopies:
+    """Record where a model's loaders copy the tensors of one bundle of a chain. Changes nothing.
 
     No forward pass may run meanwhile, because the model has no real parameters for a moment.
 
@@ -124,11 +141,14 @@ def record_copies(model: Any, vllm_config: Any, table: TensorTable, *, prefix: s
         vLLM's configuration.
     table
         The tensors of the chain.
+    bundle
+        The bundle. Loaders get its tensors without the prefix of their names.
     prefix
         What the names of modules begin with in the result.
     """
     from vllm.config import set_current_vllm_config
 
+    table = BundleView(table, bundle)
     with _raw_parameters(model, prefix) as parameters:
         recorder = _Recorder(parameters)
         remaining = iter(table.items())
@@ -146,7 +166,7 @@ def record_copies(model: Any, vllm_config: Any, table: TensorTable, *, prefix: s
                 if not recorder.is_exhausted:
                     recorder.refuse((name for name, _ in remaining), "the model's loader stopped before it")
         recorder.refuse_replaced()
-    return recorder.result()
+    return recorder.result().in_bundle(bundle)
 
 
 @contextlib.contextmanager

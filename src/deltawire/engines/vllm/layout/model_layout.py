@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from ....format.bundle_names import MAIN
 from ....subscribe.tensor_table import TensorSpec, TensorTable
 from ....tensors.torch_types import gpu_of
 from ..modules.reachable import Path, at
@@ -225,7 +226,9 @@ class ModelLayout:
         return found
 
 
-def learn_layout(model: Any, vllm_config: Any, table: TensorTable, *, draft: Any = None, most_bytes: int | None = None) -> ModelLayout:
+def learn_layout(
+    model: Any, vllm_config: Any, table: TensorTable, *, draft: Any = None, draft_bundle: str = MAIN, most_bytes: int | None = None
+) -> ModelLayout:
     """Find where a model keeps each element of the chain's tensors. Changes nothing. Call it on the worker's main thread.
 
     It never fails. A tensor whose place is not found has the kind "module", with the reason.
@@ -240,6 +243,8 @@ def learn_layout(model: Any, vllm_config: Any, table: TensorTable, *, draft: Any
         The tensors of the chain.
     draft
         A draft model that takes tensors of the same chain.
+    draft_bundle
+        The bundle that the draft model takes. The model takes the main one, and tensors of all others are held by nobody.
     most_bytes
         The most memory that may be used on the device. By default, nearly all that is free on a GPU.
     """
@@ -258,7 +263,7 @@ def learn_layout(model: Any, vllm_config: Any, table: TensorTable, *, draft: Any
             return _unknown(table, f"the loader of {type(model).__name__} copies no tensor of the chain")
         learner.add(model, copies)
         if draft is not None:
-            learner.add(draft, record_copies(draft, vllm_config, table, prefix=DRAFT_PREFIX))
+            learner.add(draft, record_copies(draft, vllm_config, table, bundle=draft_bundle, prefix=DRAFT_PREFIX))
         layout = learner.layout(model)
         _give_back_memory(model)
     except Exception as error:

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from ....delta.patch import TensorPatch
 from ....errors import DeltawireError, SpoolError
+from ....format.bundle_names import MAIN, split_name
 from ....format.checkpoints.checkpoint import Checkpoint
 from ....format.records.record_parts import CommitRef
 from ....subscribe.delta_spool import hold_folder, remove_abandoned, retryable_error, spool_errors
@@ -98,6 +99,9 @@ class KeptBases:
 
     def hold(self, wanted: TensorTable) -> str | None:
         """Make these tensors available, from the checkpoint that the weights were loaded from. Returns why that is impossible, or None.
+
+        Tensors of other bundles than the main one, such as adapters, are not in such a checkpoint. They are zero until a version is loaded
+        in full, so the weights have the digest of no version before that.
 
         All workers of a server call it the same number of times, each with the tensors that it needs.
 
@@ -213,8 +217,9 @@ class KeptBases:
 
     def _fill(self, weights: Checkpoint) -> None:
         for name in sorted(self._claimed):
-            array = weights[name]
-            self._write_whole(name, np.ascontiguousarray(array).reshape(-1).view(self._wanted[name].dtype.bits), self._generation + 1)
+            spec = self._wanted[name]
+            array = weights[name] if name in weights else np.zeros(spec.shape, spec.dtype.numpy)
+            self._write_whole(name, np.ascontiguousarray(array).reshape(-1).view(spec.dtype.bits), self._generation + 1)
 
     def _write_whole(self, name: str, flat: NDArray[Any], generation: int) -> None:
         """Write all elements of a tensor. Its file is made if it does not exist, and is complete as soon as it has its name."""
@@ -301,6 +306,8 @@ def _end(held: list[FileLock], parent: Path) -> None:
 
 def _lacks(weights: Checkpoint, wanted: TensorTable) -> str | None:
     for name, spec in wanted.items():
+        if name not in weights and split_name(name)[0] != MAIN:
+            continue
         if name not in weights or (weights.entry(name).dtype, weights.entry(name).shape) != (spec.dtype, spec.shape):
             return f"tensor {name!r} is not in the checkpoint that the weights were loaded from"
     return None
