@@ -27,6 +27,8 @@ _LAYERS, _EXPERTS, _HIDDEN, _INNER, _VOCABULARY = 61, 384, 7168, 2048, 163_840
 _TILE, _BLOCK_TILES = 16_384, {4: 4096, 8: 2048}
 """Elements of a tile, and tiles of a block by the bits of an element; 1,024 for others (docs/format.md §5)."""
 _WINDOW = 256 << 20
+_CALLS_MS = 2.0
+"""Calls from the scheduler to the workers and back: the gap on one H200 was longer by this than the worker's part and a step."""
 _LOOKED_AT = (0, 3, 7, 20, 63)
 """The ranks that are computed. Experts of other ranks are between these in the order of names."""
 
@@ -46,7 +48,7 @@ class Assumed:
     agreement_ms: float = 1.0
     """Time of two messages among 64 ranks."""
     step_ms: float = 30.0
-    """Time of a step of the model. A swap waits until the steps in flight are done."""
+    """Time of a step of the model."""
 
 
 ASSUMED = Assumed()
@@ -177,6 +179,8 @@ def measure() -> Table:
     copies = [share.from_host / ASSUMED.host_copies * 1e3 for share in shares]
     staging = [sum(parts) for parts in zip(decode, host_work, hashing, peers, copies, strict=True)]
     write, digest = codec["scatter_ms"] * held / each, codec["digest_ms"] * held / each
+    experts = sum(dtype.itemsize * math.prod(shape) for name, (dtype, shape) in model.items() if _rank_of(name) is not None)
+    kept = experts * (1 - RANKS_OF_A_HOST / RANKS)
     memory = codec["resolve_memory"] * held + 2 * _WINDOW
     worker = write + digest + ASSUMED.agreement_ms
     table = Table(
@@ -202,9 +206,14 @@ def measure() -> Table:
         ("write", f"{write:.1f} ms", f"{codec['scatter_ms']} ms for {each / 1e9:.1f} B weights"),
         ("confirm by digest", f"{digest:.1f} ms", f"{codec['digest_ms']} ms for {each / 1e9:.1f} B weights"),
         ("the worker within the swap", f"{worker:.1f} ms", f"with {ASSUMED.agreement_ms:.0f} ms * to agree"),
-        ("gap between tokens", f"{worker + 2 * ASSUMED.step_ms:.0f} ms at most", f"and two steps of {ASSUMED.step_ms:.0f} ms * in flight"),
+        (
+            "gap between tokens, KV cache kept",
+            f"{worker + ASSUMED.step_ms + _CALLS_MS:.0f} ms",
+            f"with a step of {ASSUMED.step_ms:.0f} ms * and calls",
+        ),
         ("GPU memory for an update", f"{memory / 1e9:.2f} GB", f"{codec['resolve_memory']:.1%} of its weights, and two windows"),
         ("spool, per host", f"{2 * delta / 1e9:.1f} GB", "two deltas"),
+        ("weights kept in host memory, per host", f"{kept / 1e9:.0f} GB", "all experts of other hosts"),
     ]
     table.rows = [list(row) for row in rows]
     table.notes = ["Rates with a star are assumptions."]
