@@ -108,6 +108,31 @@ def test_an_update_does_not_look_at_each_direct_tensor_again(monkeypatch: pytest
     assert worker.held() == worker.expected()
 
 
+@pytest.mark.usefixtures("device")
+def test_large_files_are_decoded_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each small tensor is a tile, and 1,024 tiles are a block."""
+    monkeypatch.setattr(layout_update, "_WINDOW_BYTES", 64)
+    worker = FakeWorker(more={f"more.{number:04}": (4,) for number in range(2100)}, segment_bytes=1 << 30)
+    decoded: list[int] = []
+    add = LayoutUpdate._add_mixed
+
+    def noted(update: Any, plan: Any, bases: Any, **options: Any) -> Any:
+        decoded.append(len(bases))
+        return add(update, plan, bases, **options)
+
+    monkeypatch.setattr(LayoutUpdate, "_add_mixed", noted)
+    for _ in range(2):
+        assert swap(worker, worker.step()).outcome == "made"
+        assert worker.held() == worker.expected()
+    assert decoded == [1, 1024, 1024, 55, 1] * 2  # bytes, three blocks of bfloat16, float32
+    hop, old = worker.step(), worker.held()
+    worker.layout.memory["more.1500"][1] ^= 1
+    with pytest.raises(BaseMismatch):
+        worker.weights.stage(hop, worker.read)
+    worker.layout.memory["more.1500"][1] ^= 1
+    assert worker.held() == old
+
+
 def test_a_gpu_decodes_files_of_direct_tensors_together(monkeypatch: pytest.MonkeyPatch) -> None:
     if compiler() is None:
         pytest.skip("needs a C++ compiler to emulate a GPU")

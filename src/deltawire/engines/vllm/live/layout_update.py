@@ -42,7 +42,9 @@ _TOGETHER = 16
 """The number of files that a GPU decodes with one call."""
 
 _WINDOW_BYTES = 256 << 20
-"""The most bytes of tensors that are not direct and are in temporary memory at one time, unless a tensor has more."""
+"""The most bytes of a window, unless one block or tensor has more. Files with up to twice as many bytes in temporary memory are decoded
+as a whole, because each window is a call of the codec, and publishers make files of this size.
+"""
 
 Base: TypeAlias = "torch.Tensor | TensorPart"
 """A tensor of the live version, or a part of it, in checkpoint layout."""
@@ -348,13 +350,13 @@ class LayoutUpdate:
     def _windows(self, names: Sequence[str], file: GroupedDelta) -> Sequence[Window]:
         """Return the windows in which a file is decoded. There are none if it is decoded as a whole."""
         tensors, decoders = self._layout.tensors, self._decoders
-        is_plain = self._plain.issuperset(names)
-        if is_plain and decoders is None:
+        copied = sum(math.prod(tensors[name].spec.shape, start=tensors[name].spec.dtype.itemsize) for name in {*names} - self._plain)
+        is_large = copied > 2 * _WINDOW_BYTES
+        if not is_large and decoders is None:
             return ()
         specs = {name: (tensors[name].spec.dtype, tensors[name].spec.shape) for name in names}
         windows = list(cut_windows(file, specs, (lambda _: 1) if decoders is None else decoders.bits.__getitem__, _WINDOW_BYTES))
         is_divided = decoders is not None and _is_divided(windows, decoders)
-        is_large = len(windows) > 1 and not is_plain
         return windows if is_divided or is_large else ()
 
     def _add_whole(self, names: Sequence[str], file: DeltaFile) -> None:
