@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,10 +127,10 @@ def _methods(server: VllmServer, state: State, folder: Path, url: str, opened: E
         routes.pause("keep", clear_cache=True)
         return paused, requests
 
-    def load(mirror: Path, version: Version) -> None:
-        routes.initialise({"mirror": str(mirror)})
+    def load(source: dict[str, str], version: Version, *, anew: bool) -> None:
+        routes.initialise(source)
         routes.start_update()
-        routes.update(version.seq)
+        routes.update(version.seq, anew=anew)
         routes.finish_update(str(version.seq))
 
     def resume(pause: tuple[float, int], size: int) -> Sync:
@@ -153,17 +154,15 @@ def _methods(server: VllmServer, state: State, folder: Path, url: str, opened: E
             version = _published(publisher, state)
         with Subscriber(f"{url}/{name}", folder / name, options=ReaderOptions(pin=False)) as subscriber:
             subscriber.sync()
-        load(folder / name, version)
+        load({"mirror": str(folder / name)}, version, anew=True)
         return resume(paused, version.bytes)
 
     inside = opened.enter_context(Publisher(f"{url}/inside"))
-    reader = opened.enter_context(Subscriber(f"{url}/inside", folder / "inside"))
 
-    def delta_in_the_pause() -> Sync:
+    def delta_in_the_pause(*, anew: bool = False) -> Sync:
         version = _published(inside, state)
         paused = pause()
-        reader.sync()
-        load(folder / "inside", version)
+        load({"url": f"{url}/inside", "spool": str(folder / "spool")}, version, anew=anew)
         return resume(paused, version.bytes)
 
     ours = opened.enter_context(Publisher(f"{url}/ours"))
@@ -190,7 +189,7 @@ def _methods(server: VllmServer, state: State, folder: Path, url: str, opened: E
     return [
         Method("all weights, broadcast within the pause (TRL's method, re-implemented)", once(broadcast_all), broadcast_all),
         Method("all weights, through the store within the pause", lambda: None, all_through_the_store),
-        Method("a delta, fetched within the pause", once(delta_in_the_pause), delta_in_the_pause),
+        Method("a delta, fetched within the pause", once(partial(delta_in_the_pause, anew=True)), delta_in_the_pause),
         Method("deltawire sidecar: a delta, fetched and decoded before the pause", join_sidecar, prefetched),
     ]
 

@@ -108,6 +108,12 @@ def test_updates_of_live_memory_equal_a_fresh_load(case: str, tmp_path: Path) ->
         assert answer["last"]["loaded_anew"] == 0
     assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[-1]).model))
     assert addresses(loaded.model) == places
+    with loaded.active():
+        last = chain.ref(-1)
+        assert last.digest is not None
+        assert backend.learn(str(chain.spool.table_path))["digest"] == last.digest.hex()
+        next(loaded.model.parameters()).data.view(-1)[:1].neg_()  # other code writes
+        assert backend.learn(str(chain.spool.table_path))["digest"] != last.digest.hex()
     backend.shutdown()
 
 

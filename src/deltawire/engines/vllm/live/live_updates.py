@@ -71,17 +71,22 @@ class LiveUpdates:
         return self.why_not is None and self.weights.version is not None
 
     def learn(self, path: Path) -> None:
-        """Learn the layout of a table in a file, as `learn_table` does. Never raises; `why_not` has the reason.
+        """Learn the layout of a table in a file, as `learn_table` does, and digest the weights. Never raises; `why_not` has the reason.
 
         Parameters
         ----------
         path
             The file of the table (`DeltaSpool.table_path`).
         """
+        self._digest = None  # other code may have written to the weights since then
         try:
             self.learn_table(load_table(path))
         except DeltawireError as error:
             self.learn_table(None, str(error))
+        if self.why_not is None and self._digest is None:
+            reason = self._find_digest()
+            if failed := failed_ranks(reason is not None):
+                self.why_not = reason or f"the weights of workers {failed} cannot be digested"
 
     def learn_table(self, table: TensorTable | None, reason: str | None = None) -> None:
         """Learn where the model keeps the tensors of a chain, together with all other workers. Never raises; `why_not` has the reason.
