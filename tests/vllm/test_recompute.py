@@ -272,6 +272,35 @@ def test_results_that_do_not_fit_the_memory_are_refused(tmp_path: Path, monkeypa
     assert memory(live.model) == before
 
 
+def test_changes_of_a_module_are_found_in_pieces_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from deltawire.engines.vllm.modules import recompute
+
+    monkeypatch.setattr(recompute, "PIECE", 100)
+    generator, module = torch.Generator().manual_seed(1), torch.nn.Module()
+    room = torch.randn(1000, generator=generator).bfloat16()
+    live = {
+        "whole": torch.randn(30, 20, generator=generator).bfloat16(),
+        "turned": torch.randn(40, 15, generator=generator).t(),
+        "part": room[7:907].view(30, 30).t(),  # the rest of its storage is not its own
+        "scalar": torch.tensor(1.5),
+    }
+    vars(module).update({name: tensor.clone() if name == "scalar" else tensor for name, tensor in live.items()})
+    new = {name: tensor.clone() for name, tensor in live.items()}
+    new["turned"] = new["turned"].contiguous()  # other strides than the live tensor
+    for tensor in new.values():
+        tensor[torch.rand(tensor.shape, generator=generator) < 0.3] += 1
+    new["scalar"] += 1
+    scatters = recompute.changed_units(module, new)
+    assert len(scatters) == 4
+    assert {scatter.indices.dtype for scatter in scatters} == {torch.int32}
+    for scatter in scatters:
+        assert (scatter.memory[scatter.indices] != scatter.new).all()
+        scatter.memory[scatter.indices] = scatter.new
+    assert all(torch.equal(getattr(module, name), tensor) for name, tensor in new.items())
+
+
 class _Method:
     """Stands for a quantisation method of vLLM."""
 

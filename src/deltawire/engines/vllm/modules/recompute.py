@@ -21,6 +21,7 @@ import torch
 
 from ....errors import EngineQuarantined, EngineRefused
 from ..layout.types import ModuleRule, Scatter, TensorLayout
+from ..layout.unit_values import PIECE, storage_units, word_type
 from .module_shell import make_shell, process, raw_of
 from .reachable import numbers_of, put, states_of, tensors_of
 
@@ -39,8 +40,6 @@ _WITH_NUMBERS = {"BaseKVCacheMethod"}
 """Methods that keep results as numbers of Python, which a copy cannot bring into a live module."""
 _HIDDEN = {"dnnl_handler"}
 """Attributes that hold weights or scales in objects of other libraries, where they cannot be read."""
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def rule_for(module: Any, name: str, classes: Mapping[tuple[str, str], str], *, inputs: Sequence[str] = ()) -> ModuleRule:
@@ -228,15 +227,33 @@ def changed_units(module: Any, results: Mapping[str, torch.Tensor], *, skipped: 
         if path not in results or place in seen or live.numel() == 0 or live.untyped_storage().data_ptr() in skipped:
             continue
         seen.add(place)
-        kind = _INTEGERS[live.element_size()]
-        held, new = live.detach().view(kind), results[path].detach().to(live.device).view(kind)
-        where = (held != new).nonzero()
-        if len(where):
-            strides = torch.tensor(live.stride(), dtype=torch.int64, device=live.device)
-            memory = torch.empty(0, dtype=kind, device=live.device).set_(live.untyped_storage())
-            positions = (where * strides).sum(1) + live.storage_offset()
-            found.append(Scatter(memory, positions, new[tuple(where.T)].reshape(-1)))
+        memory = storage_units(live, 8 * live.element_size())
+        if pieces := list(_differences(live.detach(), results[path].detach())):
+            positions, values = (torch.cat(parts) for parts in zip(*pieces, strict=True))  # a swap takes time for every list
+            found.append(Scatter(memory, positions, values))
     return found
+
+
+def _differences(live: torch.Tensor, new: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield positions in the storage of a live tensor at which new values differ, and these values.
+
+    Most tensors fill their storages. They are compared in pieces, because positions need more memory than values.
+    """
+    kind, storage = word_type(8 * live.element_size()), live.untyped_storage()
+    narrow = torch.int32 if storage.nbytes() // live.element_size() < 2**31 else torch.int64
+    if live.nbytes == storage.nbytes() == new.untyped_storage().nbytes() and live.stride() == new.stride():
+        held, wanted = (storage_units(tensor, 8 * live.element_size()) for tensor in (live, new))
+        for start in range(0, held.numel(), PIECE):
+            some = wanted[start : start + PIECE].to(live.device)
+            where = (held[start : start + PIECE] != some).nonzero().flatten()
+            if len(where):
+                yield (where + start).to(narrow), some[where]
+        return
+    held, wanted = live.view(kind), new.to(live.device).view(kind)
+    where = (held != wanted).nonzero()
+    if len(where):
+        strides = torch.tensor(live.stride(), dtype=torch.int64, device=live.device)
+        yield ((where * strides).sum(1) + live.storage_offset()).to(narrow), wanted[tuple(where.T)].reshape(-1)
 
 
 def _fits(live: torch.Tensor | None, new: torch.Tensor | None) -> bool:
