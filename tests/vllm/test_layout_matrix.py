@@ -269,10 +269,10 @@ def test_one_module_is_loaded_anew_while_the_others_are_patched(tmp_path: Path, 
     places = addresses(live.model)
     odd, process_again = "model.layers.0.self_attn.qkv_proj", worker_model.process_again
 
-    def process_others(model: Any, vllm_config: Any, layout: Any, rule: Any, read: Any) -> Any:
+    def process_others(model: Any, vllm_config: Any, layout: Any, rule: Any, *read: Any) -> Any:
         if rule.name == odd:
             raise RuntimeError("no copies of this module")
-        return process_again(model, vllm_config, layout, rule, read)
+        return process_again(model, vllm_config, layout, rule, *read)
 
     monkeypatch.setattr(worker_model, "process_again", process_others)
     weights = live_weights(live, Kept(checkpoint))

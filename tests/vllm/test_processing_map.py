@@ -383,3 +383,43 @@ def test_a_live_tensor_that_is_not_a_view_is_learnt_from_values() -> None:
     assert check_views(module, learn_only(module))
     module.weight.data = module.weight.data.contiguous()
     assert not check_views(module, learn_only(module)), "other code has copied the weights"
+
+
+def test_results_that_depend_on_values_outside_the_chain_are_left_alone_or_refused() -> None:
+    """Some methods make parameters that no checkpoint has, and never set their values."""
+    import types
+
+    import torch
+
+    from deltawire.engines.vllm.layout.types import ModuleRule
+    from deltawire.engines.vllm.modules.recompute import process_again
+    from deltawire.errors import EngineRefused
+
+    def process(method: Any, layer: Any) -> None:
+        put(layer, "scale", layer.scale.max() * (layer.unset if layer.uses_unset else 1))
+        put(layer, "unset", 1 / layer.unset)
+
+    def changes(uses_unset: bool, old: list[float], new: list[float]) -> Any:
+        def prepare(method: Any, layer: Any) -> None:
+            layer.uses_unset = uses_unset
+            process(method, layer)
+
+        module = processed(prepare, scale=torch.tensor(old), unset=torch.tensor(0.25))
+        constant = learn_only_scale(module).constant
+        layout = types.SimpleNamespace(
+            tensors={}, raw=lambda _, read: {"scale": read("scale")}, constant=lambda _: {".".join(path) for path in constant}
+        )
+        model = types.SimpleNamespace(get_submodule=lambda _: module)
+        rule = ModuleRule("layer", "reprocess", ("scale",), "")
+        return process_again(model, _current(), layout, rule, lambda _: torch.tensor(new), lambda _: torch.tensor(old))
+
+    (scatter,) = changes(False, [1.0, 2.0], [3.0, 2.0])
+    assert scatter.new.view(torch.float32).tolist() == [3.0]
+    with pytest.raises(EngineRefused, match="does not give the weights that module 'layer' has"):
+        changes(True, [1.0, 2.0], [3.0, 2.0])
+
+
+def learn_only_scale(module: Any) -> Any:
+    from deltawire.engines.vllm.layout.processing_map import learn_module
+
+    return learn_module(module, _current(), ["scale"])

@@ -40,6 +40,8 @@ class WorkerModel:
         self._vllm_config = vllm_config
         self._learnt: tuple[TensorTable, ModelLayout] | None = None
         """The layout that was learnt last, and the tensors that it is for."""
+        self._processable: set[str] = set()
+        """Modules that were processed again, and then had the weights that they should have."""
         self._loadable: set[str] = set()
         """Modules that were loaded anew, and then had the weights that they should have."""
         self.draft: Draft | None = None
@@ -109,7 +111,7 @@ class WorkerModel:
         """
         recompute(self._modules(), self._vllm_config.model_config, rules)
 
-    def reprocess(self, rule: ModuleRule, read: Callable[[str], torch.Tensor]) -> list[Scatter]:
+    def reprocess(self, rule: ModuleRule, read: Callable[[str], torch.Tensor], read_old: Callable[[str], torch.Tensor]) -> list[Scatter]:
         """Process a module again that is computed from changed weights, without any effect on it. Returns what changes in its memory.
 
         Parameters
@@ -118,9 +120,14 @@ class WorkerModel:
             The rule of the module.
         read
             Returns a new tensor of the chain, in checkpoint layout.
+        read_old
+            Returns a tensor of the version that the model has.
         """
         assert self._learnt is not None
-        return process_again(self._modules(), self._vllm_config, self._learnt[1], rule, read)
+        old = None if rule.name in self._processable else read_old
+        found = process_again(self._modules(), self._vllm_config, self._learnt[1], rule, read, old)
+        self._processable.add(rule.name)
+        return found
 
     def load(self, tensors: loading.Tensors) -> None:
         """Load everything as at the start, into the model and into a draft that follows the chain. The layout must have been learnt.

@@ -74,6 +74,8 @@ class ModelLayout:
         For modules with rules: what loaders copy to their raw parameters.
     parts
         For each module: the tensors that loaders write to it.
+    constant
+        For modules with rules: the paths of tensors that do not depend on the chain.
     model
         The model.
     """
@@ -86,6 +88,7 @@ class ModelLayout:
         facts: LearningFacts | None = None,
         copies: Mapping[str, Sequence[tuple[str, LoaderCopy]]] | None = None,
         parts: Mapping[str, Iterable[str]] | None = None,
+        constant: Mapping[str, Iterable[Path]] | None = None,
         model: Any = None,
     ) -> None:
         self.tensors = dict(tensors)
@@ -94,6 +97,7 @@ class ModelLayout:
         self.owned: dict[str, frozenset[int]] = {}
         """For tensors of which other workers own some elements: the numbers of the placements that this worker owns."""
         self._copies = copies or {}
+        self._constant = {name: frozenset(".".join(path) for path in paths) for name, paths in (constant or {}).items()}
         self._parts = {name: frozenset(found) for name, found in (parts or {}).items()}
         self._model = model
         self._held = list(held)
@@ -182,6 +186,16 @@ class ModelLayout:
             flat = flat_storage(found[copy.parameter.name])
             copy.nest.view(flat).copy_(source_view(copy.nest, tensor.contiguous().view(-1)))
         return found
+
+    def constant(self, module: str) -> frozenset[str]:
+        """Return the paths of tensors of a module that do not depend on the chain. Their first values cannot be made again.
+
+        Parameters
+        ----------
+        module
+            The name of a module that has a rule (`modules`).
+        """
+        return self._constant.get(module, frozenset())
 
     def blocks(self) -> Mapping[str, Sequence[tuple[Nest, ...]]]:
         """Return the nests of each placement of each tensor. Their sources are the units that this worker holds."""
@@ -304,6 +318,7 @@ class _Learner:
         self._rules: dict[str, ModuleRule] = {}
         self._copies: dict[str, list[tuple[str, LoaderCopy]]] = {}
         self._parts: dict[str, set[str]] = {}
+        self._constant: dict[str, set[Path]] = {}
         self._maps: dict[tuple[Any, ...], ModuleMap] = {}
         self._held: dict[tuple[int, Path], tuple[Any, Path]] = {}
         self._composed: dict[tuple[Nest, Nest], list[tuple[Nest, ...]]] = {}
@@ -328,6 +343,7 @@ class _Learner:
             learnt = self._learn(parameter, names)
             if learnt.arithmetic:
                 self._copies[parameter.module_name] = module_copies
+                self._constant[parameter.module_name] = learnt.constant
             live = _live_tensors(parameter.module)
             known |= {live[path].untyped_storage().data_ptr() for path in learnt.constant if path in live}
             for name, each in module_copies:
@@ -347,7 +363,7 @@ class _Learner:
                 inputs[module].append(name)
         rules = {name: ModuleRule(name, rule.how, tuple(inputs[name]), rule.reason) for name, rule in self._rules.items() if inputs[name]}
         copies = {name: found for name, found in self._copies.items() if name in rules}
-        return ModelLayout(tensors, rules, list(self._held.values()), self.facts, copies, self._parts, model)
+        return ModelLayout(tensors, rules, list(self._held.values()), self.facts, copies, self._parts, self._constant, model)
 
     def _add_loaded(self, name: str, parameter: RawParameter, reason: str) -> None:
         """Let a module be loaded anew if a tensor changes whose loader does more than to copy it."""

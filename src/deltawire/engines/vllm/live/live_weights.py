@@ -69,11 +69,11 @@ class LiveWeights:
     recompute
         Computes tensors of modules that depend on changed weights, in place. None if no module can be recomputed.
     reprocess
-        Processes a module again that is computed from changed weights, without any effect on it. Gets the module's rule, and a function
-        that returns a new tensor of the chain. Returns what changes in the module's memory. None if no module can be processed again.
+        Processes a module again that is computed from changed weights, without any effect on it. Gets the module's rule, a function that
+        returns a new tensor of the chain, and one that returns a tensor of the live version. Returns what changes in the module's memory.
+        None if no module can be processed again.
     load
-        Prepares to load a module anew within a swap. Gets the same arguments, and a function that returns a tensor of the live version.
-        None if no module can be loaded anew.
+        Prepares to load a module anew within a swap. Gets the same arguments. None if no module can be loaded anew.
     confirm
         What is checked within a swap.
     threads
@@ -87,7 +87,7 @@ class LiveWeights:
         *,
         source: BaseSource | None = None,
         recompute: Callable[[Sequence[ModuleRule]], None] | None = None,
-        reprocess: Callable[[ModuleRule, Callable[[str], torch.Tensor]], Sequence[Scatter]] | None = None,
+        reprocess: Callable[[ModuleRule, Callable[[str], torch.Tensor], Callable[[str], torch.Tensor]], Sequence[Scatter]] | None = None,
         load: Callable[[ModuleRule, Callable[[str], torch.Tensor], Callable[[str], torch.Tensor]], ModuleLoad] | None = None,
         confirm: Confirm = "auto",
         threads: int | None = None,
@@ -417,7 +417,7 @@ class LiveWeights:
                     update.add_load(rule.name, self._load(rule, update.new_tensor, update.old_tensor))
                 elif rule.how == "reprocess" and self._reprocess is not None:
                     try:
-                        update.add_scatters(self._reprocess(rule, update.new_tensor))
+                        update.add_scatters(self._reprocess(rule, update.new_tensor, update.old_tensor))
                     except Exception as error:
                         if self._load is None:
                             raise

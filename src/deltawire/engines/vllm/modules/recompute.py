@@ -185,9 +185,23 @@ class RawLayout(Protocol):
 
     def raw(self, module: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]: ...
 
+    def constant(self, module: str) -> Collection[str]:
+        """Return the paths of tensors that do not depend on the chain."""
+        ...
 
-def process_again(model: Any, vllm_config: Any, layout: RawLayout, rule: ModuleRule, read: Callable[[str], torch.Tensor]) -> list[Scatter]:
+
+def process_again(
+    model: Any,
+    vllm_config: Any,
+    layout: RawLayout,
+    rule: ModuleRule,
+    read: Callable[[str], torch.Tensor],
+    read_old: Callable[[str], torch.Tensor] | None = None,
+) -> list[Scatter]:
     """Process the new raw tensors of a module, and return what changes in its memory. Nothing is written. Raises as `reprocess` does.
+
+    With `read_old`, the old raw tensors are processed first. If that does not give the memory that the module has, it raises
+    `EngineRefused`: then the module also depends on something that is not in the chain.
 
     Parameters
     ----------
@@ -201,11 +215,20 @@ def process_again(model: Any, vllm_config: Any, layout: RawLayout, rule: ModuleR
         The rule of the module.
     read
         Returns a whole tensor of the new version, in checkpoint layout.
+    read_old
+        Returns a whole tensor of the version that the model has. None if the module has been processed again before.
     """
     module = model.get_submodule(rule.name)
-    results = reprocess(module, layout.raw(rule.name, read), vllm_config)
     placed = {placement.memory.untyped_storage().data_ptr() for each in layout.tensors.values() for placement in each.placements}
-    return changed_units(module, results, skipped=placed)
+    constant = layout.constant(rule.name)
+
+    def changes(read: Callable[[str], torch.Tensor]) -> list[Scatter]:
+        results = reprocess(module, layout.raw(rule.name, read), vllm_config)
+        return changed_units(module, {path: each for path, each in results.items() if path not in constant}, skipped=placed)
+
+    if read_old is not None and changes(read_old):
+        raise EngineRefused(f"processing does not give the weights that module {rule.name!r} has.")
+    return changes(read)
 
 
 def changed_units(module: Any, results: Mapping[str, torch.Tensor], *, skipped: Collection[int] = ()) -> list[Scatter]:
