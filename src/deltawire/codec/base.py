@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -162,8 +162,28 @@ class Resolution(Protocol):
         """
         ...
 
-    def compact(self) -> None:
-        """Free all memory that `exchange` does not need, if writes are deferred. Afterwards nothing can be added."""
+    def compact(self) -> DigestingExchange | None:
+        """Free all memory that `exchange` does not need, if writes are deferred. Afterwards nothing can be added.
+
+        Returns an exchange that also digests. None if the codec does not have one.
+        """
+        ...
+
+
+class DigestingExchange(Protocol):
+    """An exchange that digests what it writes in the same pass, so that the weights are read from memory only once."""
+
+    @property
+    def digested(self) -> NDArray[np.bool_]:
+        """Whether each tensor of the resolution is digested."""
+        ...
+
+    def exchange_and_digest(self) -> Callable[[], Sums]:
+        """Do as `Resolution.exchange`, and compute the word sums of what the tensors have then.
+
+        Returns a function that waits until both is done, and returns the word sums of all tensors: zeros for those that are not digested.
+        Call it in the same thread. The sums are those of the values that are written. They are not read back from memory.
+        """
         ...
 
 

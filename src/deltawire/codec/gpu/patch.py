@@ -11,7 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from .device import Gpu, KernelSet
-from .kernel_table import Numbers
+from .kernel_table import SUMS, Numbers
+
+_EXCHANGE_BLOCKS = 3
+"""Thread blocks per processor."""
 
 
 class Patch(ctypes.Structure):
@@ -39,7 +42,7 @@ class DevicePatch:
     values: torch.Tensor
 
     def targets(self, bases: NDArray[np.uint64]) -> torch.Tensor:
-        """Upload the addresses of the tensors to write to; 0 skips a tensor. `write` allocates no other memory."""
+        """Upload the addresses of the tensors to write to; 0 skips a tensor. Writing allocates no other memory."""
         return self.gpu.upload(bases)
 
     def write(self, targets: torch.Tensor, *, swap: bool) -> None:
@@ -50,6 +53,22 @@ class DevicePatch:
         blocks = min(-(-self._ntiles // 8), 32 * self.gpu.processors)
         self.kernels.launch("swap_patch" if swap else "write_patch", blocks, 256, [*self._numbers(), self._struct(), targets])
         self._used_here()
+
+    def new_sums(self) -> torch.Tensor:
+        """Return room for the word sums that `exchange` computes: `SUMS` for each tensor."""
+        return self.gpu.empty((self.tile_starts.size - 1) * SUMS.itemsize, torch.uint8)
+
+    def exchange(self, targets: torch.Tensor, sums: torch.Tensor) -> None:
+        """Do as `write` with `swap`, and digest what `targets` have then in the same pass, on the current stream.
+
+        The word sums of each tensor go to "before" of its `SUMS`. They are those of the values that the kernel stores. It does not read
+        them back from memory.
+        """
+        sums.zero_()
+        blocks = min(-(-self._ntiles // 8), _EXCHANGE_BLOCKS * self.gpu.processors)
+        self.kernels.launch("exchange_patch", blocks, 256, [*self._numbers(), self._struct(), targets, sums])
+        self._used_here()
+        self.gpu.keep(sums, self.gpu.current())
 
     def changes(self, tensors: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the changes of tensors: ascending flat indices of cells, 64 bits each, and values as integers.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from .. import default_codec
-from ..base import Buffer, GroupOutcome, Lanes, Outcomes, Resolution, ResolveGroup, ResolveJob
+from ..base import Buffer, GroupOutcome, Lanes, Outcomes, Resolution, ResolveGroup, ResolveJob, Sums
 from ..bits import Bits, BitsColumn, DeviceBits, Indices, on_gpu
 from . import device as devices
 from .codec_stream import codec_stream
 from .kernel_addresses import Column, joined
-from .kernel_table import KernelTable, Numbers
+from .kernel_table import SUMS, KernelTable, Numbers
 from .patch import DevicePatch
 from .resolve import Resolved, resolve_table
 
@@ -40,9 +40,11 @@ class _Group:
         """Return the addresses to which the changes of some of the tensors go. Changes of a tensor with a copy go to the copy."""
         return self.patch.targets(np.where(chosen, self.addresses, np.uint64(0))) if chosen.any() else None
 
-    def write(self, targets: torch.Tensor | None, *, swap: bool) -> None:
-        """Write to some of the tensors, on the current stream."""
-        if targets is not None:
+    def write(self, targets: torch.Tensor | None, *, swap: bool, sums: torch.Tensor | None = None) -> None:
+        """Write to some of the tensors, on the current stream. A swap with `sums` also digests them."""
+        if targets is not None and sums is not None:
+            self.patch.exchange(targets, sums)
+        elif targets is not None:
             self.patch.write(targets, swap=swap)
         for flat in self.copies.values():
             self.patch.gpu.keep(flat, self.patch.gpu.current())
@@ -52,6 +54,13 @@ class _Group:
         self.copies = {number: flat for number, flat in self.copies.items() if self.writes[number]}
         if not self.writes.all():  # otherwise the bases, which may be columns, stay as they are
             self.bases = [self.bases[number] if write else None for number, write in enumerate(self.writes.tolist())]
+
+    @property
+    def digested(self) -> NDArray[np.bool_]:
+        """The tensors that a swap digests: those that it writes where they are, in groups that change."""
+        found = self.writes & (np.diff(self.patch.tile_starts) > 0)
+        found[list(self.copies)] = False
+        return found
 
     def changes(self, numbers: Sequence[int]) -> list[tuple[Indices, Bits]]:
         found: list[tuple[Indices, Bits]] = []
@@ -82,6 +91,17 @@ class _Group:
         return elements, found
 
 
+@dataclass(frozen=True, slots=True)
+class _GroupSums:
+    """The word sums of a group's tensors, which a swap computes."""
+
+    memory: torch.Tensor
+    tensors: Numbers
+    """The numbers, in the resolution, of the tensors that are digested."""
+    members: Numbers
+    """Their numbers in the group."""
+
+
 @dataclass(slots=True)
 class GpuResolution:
     """A `codec.base.Resolution` on GPUs. Nothing is written before `settle`."""
@@ -94,6 +114,10 @@ class GpuResolution:
     host_tensors: int = 0
     targets: list[torch.Tensor | None] = field(default_factory=list)
     """The targets of each group, once nothing more will be added."""
+    digested: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """See `codec.base.DigestingExchange`. It is known once nothing more will be added."""
+    sums: list[_GroupSums] = field(default_factory=list)
+    """The word sums of each group, once nothing more will be added."""
 
     def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
         found = Outcomes(np.zeros(len(jobs), np.int64), np.zeros((len(jobs), 4), np.uint32), np.zeros((len(jobs), 4), np.uint32))
@@ -211,27 +235,55 @@ class GpuResolution:
 
     def exchange(self, *, wait: bool = True) -> None:
         """See `codec.base.Resolution`. Work goes to the current stream of each device. With `wait`, it is done when this returns."""
-        self._write(swap=True)
+        self._exchange(digest=False)
         if wait:
-            for gpu in {id(group.patch.gpu): group.patch.gpu for group in self.groups}.values():
-                gpu.current().synchronize()
+            self._wait()
+
+    def exchange_and_digest(self) -> Callable[[], Sums]:
+        """See `codec.base.DigestingExchange`. Work goes to the current stream of each device."""
+        self._exchange(digest=True)
+
+        def wait() -> Sums:
+            found = np.zeros((self.digested.size, 4), np.uint32)
+            for sums in self.sums:
+                found[sums.tensors] = sums.memory.cpu().numpy().view(SUMS)["before"][sums.members]
+            self._wait()
+            return found
+
+        return wait
+
+    def _exchange(self, *, digest: bool) -> None:
+        self._write(swap=True, digest=digest)
         if self.host is not None:
             self.host.exchange()
 
-    def compact(self) -> None:
+    def _wait(self) -> None:
+        for gpu in {id(group.patch.gpu): group.patch.gpu for group in self.groups}.values():
+            gpu.current().synchronize()
+
+    def compact(self) -> GpuResolution:
         """Make the targets that `exchange` needs, so that it cannot fail. Keep only patches, and the tensors that they change."""
-        self.groups = [group for group in self.groups if group.writes.any()]
-        for group in self.groups:
+        numbers = [number for number, group in enumerate(self.groups) if group.writes.any()]
+        self.groups, members = [self.groups[number] for number in numbers], self.members
+        self.digested = np.zeros(len(members), np.bool_)
+        for number, group in zip(numbers, self.groups, strict=True):
             group.compact()
-        self.members = self.members[:0]
+            rows = np.flatnonzero(members[:, 0] == number)
+            rows = rows[group.digested[members[rows, 1]]]
+            with group.patch.gpu.active():
+                self.sums.append(_GroupSums(group.patch.new_sums(), rows, members[rows, 1]))
+            self.digested[rows] = True
+        self.members = members[:0]
         self.targets = self._targets()
         if self.host is not None:
             self.host.compact()
+        return self
 
-    def _write(self, *, swap: bool) -> None:
-        for group, targets in zip(self.groups, self.targets or self._targets(), strict=True):
+    def _write(self, *, swap: bool, digest: bool = False) -> None:
+        rooms = [sums.memory if digest else None for sums in self.sums] or [None] * len(self.groups)
+        for group, targets, sums in zip(self.groups, self.targets or self._targets(), rooms, strict=True):
             with group.patch.gpu.active():
-                group.write(targets, swap=swap)
+                group.write(targets, swap=swap, sums=sums)
                 for number, flat in group.copies.items():
                     base = group.bases[number]
                     if base is None or not group.writes[number]:

@@ -24,11 +24,11 @@ struct BlockStarts {
         __syncwarp();
         return __shfl_sync(ALL, upto, 31);
     }
-    // Returns the first cell of the block that has the i-th change of the tile.
-    __device__ __forceinline__ u32 cell(u32 i) const {
-        u32 block = 0;
+    // Returns the first cell of the block that has the i-th change of the tile. It is one of `BLOCKS` blocks, from `block` on.
+    template <u32 BLOCKS = PATCH_BLOCKS>
+    __device__ __forceinline__ u32 cell(u32 i, u32 block = 0) const {
 #pragma unroll
-        for (u32 d = PATCH_BLOCKS / 2; d; d /= 2)
+        for (u32 d = BLOCKS / 2; d; d /= 2)
             if (of[block + d] <= i) block += d;
         return block * 256;
     }
@@ -82,6 +82,85 @@ extern "C" __global__ void __launch_bounds__(256) write_patch(const Tensor* tens
 
 extern "C" __global__ void __launch_bounds__(256) swap_patch(const Tensor* tensors, u32 ntensors, u32 ntiles, Patch patch, T* const* bases) {
     write_tiles<true>(tensors, ntensors, ntiles, patch, bases);
+}
+
+// Adds the difference to the digest when one cell changes. `multipliers` are those of the digest block that has cell 0, and of those after it.
+__device__ __forceinline__ void digest_cell(u32 cell, T old, T now, const uint4* multipliers, const int4* factors, u32 sums[4]) {
+#if WIDTH == 4
+    digest_change(2 * cell, old & 15, now & 15, multipliers, factors, sums);
+    digest_change(2 * cell + 1, old >> 4, now >> 4, multipliers, factors, sums);
+#else
+    digest_change(cell, old, now, multipliers, factors, sums);
+#endif
+}
+
+struct ExchangeSpace {
+    alignas(16) uint4 multipliers[32];
+    BlockStarts starts;
+};
+
+// Does what `swap_patch` does, and adds the digest (§2) of the new contents of each tensor to `before` of its sums, also for tiles that do not change. Weights
+// come from memory once: a warp reads a window, digests it, and then exchanges the changed cells of the window, which are still in the cache, and adds the
+// difference that they make. So the digest is that of the values that are stored, not of values that are read back.
+extern "C" __global__ void __launch_bounds__(256, 3) exchange_patch(
+    const Tensor* tensors, u32 ntensors, u32 ntiles, Patch patch, T* const* bases, Sums* sums) {
+    constexpr u32 EACH = 512 * READ_BLOCKS / sizeof(T) / 256;  // blocks of 256 cells in a window
+    __shared__ __align__(16) int4 word_factors[256];
+    __shared__ __align__(16) ExchangeSpace all_spaces[8];
+    const u32 lane = threadIdx.x % 32;
+    ExchangeSpace& space = all_spaces[threadIdx.x / 32];
+    word_factors[threadIdx.x] =
+        make_int4(word_factor(threadIdx.x, 0), word_factor(threadIdx.x, 1), word_factor(threadIdx.x, 2), word_factor(threadIdx.x, 3));
+    __syncthreads();
+    WordFactors t;
+    t.load(lane);
+    u32 after[4] = {}, none[4] = {}, tensor = ALL;
+    for (u32 tile = blockIdx.x * 8 + threadIdx.x / 32; tile < ntiles; tile += gridDim.x * 8) {
+        const u32 owner = owner_of(tensors, ntensors, tile);
+        const Tensor x = tensors[owner];
+        if (!bases[owner]) continue;
+        if (owner != tensor) {
+            if (tensor != ALL) flush_sums(sums + tensor, lane, after, none, 0);
+            tensor = owner;
+        }
+        const u64 offset = bytes_of((u64)(tile - x.tile0) * TILE), digest_block = offset / 512;
+        const u32 bytes = (u32)bytes_of(elements_in(x, tile)), first = patch.firsts[tile];
+        const u32 changes = first == patch.firsts[tile + 1] ? 0 : space.starts.load(patch.tiles[tile], lane);
+        T* const base = (T*)((u8*)bases[owner] + offset);
+        for (u32 group = 0; group * 512 < bytes; group += 32) {
+            __syncwarp();
+            space.multipliers[lane] = block_factors(x.seed, digest_block + group + lane);
+            __syncwarp();
+#pragma unroll 1
+            for (u32 b = 0; b < 32 && (group + b) * 512 < bytes; b += READ_BLOCKS) {
+                uint4 words[READ_BLOCKS];
+                read_window<false>((const u8*)base, (group + b) * 512 + lane * 16, bytes, words);
+                const u32 cell0 = (group + b) * (512 / sizeof(T)), block = cell0 / 256;
+                u32 i = 0, end = 0, cell = 0;
+                T now = 0, old = 0;
+                const auto fetch = [&] {
+                    if (i >= end) return;
+                    cell = space.starts.cell<EACH>(i, block) + patch.positions[first + i];
+                    now = patch.values[first + i], old = base[cell];
+                };
+                if (changes) {
+                    i = space.starts.of[block] + lane;
+                    end = block + EACH < PATCH_BLOCKS ? space.starts.of[block + EACH] : changes;
+                    fetch();
+                }
+#pragma unroll
+                for (u32 k = 0; k < READ_BLOCKS; ++k) digest_words(words[k], t, space.multipliers[b + k], after);
+                __syncwarp();  // no lane reads words any more
+                while (i < end) {
+                    base[cell] = now, patch.values[first + i] = old;
+                    digest_cell(cell - cell0, old, now, space.multipliers + b, word_factors, after);
+                    i += 32;
+                    fetch();
+                }
+            }
+        }
+    }
+    if (tensor != ALL) flush_sums(sums + tensor, lane, after, none, 0);
 }
 
 // Counts the changed cells of all tiles.

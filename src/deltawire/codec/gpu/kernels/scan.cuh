@@ -244,13 +244,30 @@ extern "C" __global__ void __launch_bounds__(32 * SCAN_WARPS) count_elements(Til
     scan_tiles<false, false>(tiles, elements, stride, Changes{}, sums);
 }
 
-// Only the digest (§2): a warp reads eight digest blocks at a time, directly from global memory, and adds to `before` of each tensor's sums.
+constexpr u32 READ_BLOCKS = 8;  // digest blocks that a warp reads at a time
+
+// Reads the bytes from `at` on of a tile that has `bytes` bytes: the 16 bytes of this lane in each digest block of a window. Zeros follow the last byte.
+template <bool CONSTANT>  // true if the kernel does not write to the tile
+__device__ __forceinline__ void read_window(const u8* from, u32 at, u32 bytes, uint4 words[READ_BLOCKS]) {
+#pragma unroll
+    for (u32 b = 0; b < READ_BLOCKS; ++b, at += 512) {
+        words[b] = make_uint4(0, 0, 0, 0);
+        if (at + 16 <= bytes) {
+            words[b] = CONSTANT ? __ldg((const uint4*)(from + at)) : *(const uint4*)(from + at);
+        } else if (at < bytes) {
+            u32 w[4] = {};
+            for (u32 i = 0; i < bytes - at; ++i) w[i / 4] |= (u32)from[at + i] << (8 * (i % 4));
+            words[b] = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+    }
+}
+
+// Only the digest (§2): a warp reads directly from global memory, and adds to `before` of each tensor's sums.
 extern "C" __global__ void __launch_bounds__(256) digest(const Tensor* tensors, u32 ntensors, u32 ntiles, Sums* sums) {
     const u32 lane = threadIdx.x % 32;
     WordFactors t;
     t.load(lane);
     u32 before[4] = {}, none[4] = {}, tensor = ALL;
-    constexpr u32 BLOCKS = TILE_BYTES / 512;  // digest blocks in a tile
     for (u32 tile = blockIdx.x * 8 + threadIdx.x / 32; tile < ntiles; tile += gridDim.x * 8) {
         const u32 owner = owner_of(tensors, ntensors, tile);
         const Tensor x = tensors[owner];
@@ -260,29 +277,17 @@ extern "C" __global__ void __launch_bounds__(256) digest(const Tensor* tensors, 
         }
         const u64 offset = bytes_of((u64)(tile - x.tile0) * TILE), first = offset / 512;
         const u32 bytes = (u32)bytes_of(elements_in(x, tile));
-        const u8* const from = x.base + offset;
-        for (u32 group = 0; group < BLOCKS && group * 512 < bytes; group += 32) {
-            const uint4 mine = block_factors(x.seed, first + group + lane);
+        for (u32 group = 0; group * 512 < bytes; group += 32) {
+            const uint4 factors = block_factors(x.seed, first + group + lane);
 #pragma unroll 1
-            for (u32 b0 = 0; b0 < 32; b0 += 8) {
-                uint4 words[8];
+            for (u32 b = 0; b < 32; b += READ_BLOCKS) {
+                uint4 words[READ_BLOCKS];
+                read_window<true>(x.base + offset, (group + b) * 512 + lane * 16, bytes, words);
 #pragma unroll
-                for (u32 b = 0; b < 8; ++b) {
-                    const u32 at = (group + b0 + b) * 512 + lane * 16;
-                    words[b] = make_uint4(0, 0, 0, 0);
-                    if (at + 16 <= bytes) {
-                        words[b] = __ldg((const uint4*)(from + at));
-                    } else if (at < bytes) {
-                        u32 w[4] = {};
-                        for (u32 i = 0; i < bytes - at; ++i) w[i / 4] |= (u32)from[at + i] << (8 * (i % 4));
-                        words[b] = make_uint4(w[0], w[1], w[2], w[3]);
-                    }
-                }
-#pragma unroll
-                for (u32 b = 0; b < 8; ++b) {
-                    const uint4 m = make_uint4(__shfl_sync(ALL, mine.x, b0 + b), __shfl_sync(ALL, mine.y, b0 + b),
-                                               __shfl_sync(ALL, mine.z, b0 + b), __shfl_sync(ALL, mine.w, b0 + b));
-                    digest_words(words[b], t, m, before);
+                for (u32 i = 0; i < READ_BLOCKS; ++i) {
+                    const uint4 m = make_uint4(__shfl_sync(ALL, factors.x, b + i), __shfl_sync(ALL, factors.y, b + i),
+                                               __shfl_sync(ALL, factors.z, b + i), __shfl_sync(ALL, factors.w, b + i));
+                    digest_words(words[i], t, m, before);
                 }
             }
         }
