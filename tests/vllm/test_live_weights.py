@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -21,7 +22,9 @@ sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 from emulator.build import compiler  # noqa: E402
 from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 from fake_layout import FakeLayout, FakeWorker, HalfLayout, KeptState, State, alone  # noqa: E402
+from fake_layout import stepped as changed_by_a_bit  # noqa: E402
 
+from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
 from deltawire.delta.grouped_plan import resolve_together  # noqa: E402
 from deltawire.engines.vllm.layout.types import ModuleRule  # noqa: E402
 from deltawire.engines.vllm.live import layout_update  # noqa: E402
@@ -242,6 +245,11 @@ def test_damaged_and_foreign_deltas_are_refused(worker: FakeWorker) -> None:
     assert worker.held() == worker.expected()
 
 
+def stepped(state: State) -> None:
+    """Change some elements of these tensors only."""
+    changed_by_a_bit(state, np.random.default_rng(2))
+
+
 # Faults in the transaction
 
 
@@ -269,7 +277,7 @@ FAULTS: dict[str, Fault] = {
     "the first scatter list fails half-way": lambda patch, worker: patch.setattr(layout_update, "_write", half_written),
     "the write is incomplete": lambda patch, worker: patch.setattr(layout_update, "_write", not_written),
     "the check fails": lambda patch, worker: patch.setattr(LayoutUpdate, "check", once(LayoutUpdate.check)),
-    "a direct tensor is wrong": lambda patch, worker: patch.setattr(LayoutUpdate, "apply", apply_and_damage(worker)),
+    "a direct tensor is wrong": lambda patch, worker: patch.setattr(LayoutUpdate, "apply", damage_and_apply(worker)),
     "the patch fails half-way": lambda patch, worker: patch.setattr(LayoutUpdate, "apply", apply_and_fail),
 }
 _apply, _write = LayoutUpdate.apply, layout_update._write
@@ -280,18 +288,18 @@ def once(method: Callable[..., None]) -> Callable[..., None]:
     return lambda self, **options: next(calls, method)(self, **options)
 
 
-def apply_and_fail(update: LayoutUpdate) -> None:
-    _apply(update)
+def apply_and_fail(update: LayoutUpdate, **options: Any) -> None:
+    _apply(update, **options)
     fail()
 
 
-def apply_and_damage(worker: FakeWorker) -> Callable[[LayoutUpdate], None]:
-    def damaged(update: LayoutUpdate) -> None:
-        _apply(update)
-        worker.layout.memory["direct"][5] ^= 4
-        worker.damage.append("direct")  # type: ignore[attr-defined]
+def damage_and_apply(worker: FakeWorker) -> Callable[..., None]:
+    """Let another element of a direct tensor change after the update was staged."""
 
-    worker.damage = []  # type: ignore[attr-defined]
+    def damaged(update: LayoutUpdate, **options: Any) -> None:
+        worker.layout.memory["direct"][5] ^= 4
+        _apply(update, **options)
+
     return damaged
 
 
@@ -314,6 +322,60 @@ def test_old_bits_are_back_after_a_fault(worker: FakeWorker, fault: str, monkeyp
     assert not worker.weights.is_quarantined
     assert swap(worker, hop).outcome == "made"
     assert worker.held() == worker.expected()
+
+
+@pytest.fixture
+def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Emulate a GPU, also for files that change direct tensors and others."""
+    if compiler() is None:
+        pytest.skip("needs a C++ compiler to emulate a GPU")
+    with emulated(EmulatedGpu()) as gpu:
+        monkeypatch.setattr(layout_update, "gpu_of", lambda tensor: gpu.device)
+        yield
+
+
+@pytest.mark.usefixtures("emulated_gpu")
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_gpu_digests_weights_while_it_writes_them(mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tensors that no file of the update covers are read again."""
+    worker = FakeWorker(mixed=mixed)
+    digested: list[int] = []
+    digest = GpuCodec.digest
+    monkeypatch.setattr(GpuCodec, "digest", lambda codec, bits, *rest: (digested.append(len(bits)), digest(codec, bits, *rest))[1])
+    for change, read_again in ((None, []), (lambda state: stepped({"direct": state["direct"]}), [1])):
+        staged = worker.weights.stage(worker.step(change), worker.read)
+        digested.clear()
+        assert worker.weights.swap(staged, alone).outcome == "made"
+        assert [count for count in digested if count] == read_again
+        assert worker.held() == worker.expected()
+    staged = worker.weights.stage(worker.step(lambda state: stepped({"direct": state["direct"]})), worker.read)
+    worker.layout.memory["direct.too"][7] ^= 1
+    assert worker.weights.swap(staged, alone).outcome == "quarantined"
+
+
+@pytest.mark.usefixtures("emulated_gpu")
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_wrong_value_in_a_patch_is_noticed_and_undone(mixed: bool) -> None:
+    worker = FakeWorker(mixed=mixed)
+    hop, old = worker.step(), worker.held()
+    staged = worker.weights.stage(hop, worker.read)
+    assert staged.update is not None
+    (resolution, _), *_ = staged.update._patches._patches
+    resolution.groups[0].patch.values[3] ^= 1  # type: ignore[attr-defined]
+    found = worker.weights.swap(staged, alone)
+    assert found.outcome == "refused"
+    assert found.error is not None
+    assert "checkpoint layout have digest" in found.error
+    assert worker.held() == old
+    assert swap(worker, hop).outcome == "made"
+
+
+@pytest.mark.usefixtures("device")
+def test_values_that_memory_has_lost_are_noticed_when_the_next_update_is_staged(worker: FakeWorker) -> None:
+    assert swap(worker, worker.step()).outcome == "made"
+    worker.layout.memory["direct"][5] ^= 4
+    with pytest.raises(BaseMismatch):
+        worker.weights.stage(worker.step(), worker.read)
 
 
 def test_a_failed_revert_quarantines(worker: FakeWorker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +411,7 @@ def test_moved_memory_is_refused(worker: FakeWorker) -> None:
 def test_a_digest_that_is_wrong_afterwards_quarantines(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = FakeWorker(confirm="written")
     hop = worker.step()
-    monkeypatch.setattr(LayoutUpdate, "apply", apply_and_damage(worker))
+    monkeypatch.setattr(LayoutUpdate, "apply", damage_and_apply(worker))
     assert swap(worker, hop).outcome == "made"
     with pytest.raises(EngineQuarantined):
         worker.weights.check_direct()

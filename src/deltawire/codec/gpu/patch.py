@@ -13,9 +13,6 @@ from numpy.typing import NDArray
 from .device import Gpu, KernelSet
 from .kernel_table import SUMS, Numbers
 
-_EXCHANGE_BLOCKS = 3
-"""Thread blocks per processor."""
-
 
 class Patch(ctypes.Structure):
     """See `Patch` in locate.cuh."""
@@ -55,7 +52,8 @@ class DevicePatch:
         self._used_here()
 
     def new_sums(self) -> torch.Tensor:
-        """Return room for the word sums that `exchange` computes: `SUMS` for each tensor."""
+        """Return room for the word sums that `exchange` computes: `SUMS` for each tensor. Loads its kernel, so that it does not have to."""
+        self._blocks_to_exchange()
         return self.gpu.empty((self.tile_starts.size - 1) * SUMS.itemsize, torch.uint8)
 
     def exchange(self, targets: torch.Tensor, sums: torch.Tensor) -> None:
@@ -65,10 +63,12 @@ class DevicePatch:
         them back from memory.
         """
         sums.zero_()
-        blocks = min(-(-self._ntiles // 8), _EXCHANGE_BLOCKS * self.gpu.processors)
-        self.kernels.launch("exchange_patch", blocks, 256, [*self._numbers(), self._struct(), targets, sums])
+        self.kernels.launch("exchange_patch", self._blocks_to_exchange(), 256, [*self._numbers(), self._struct(), targets, sums])
         self._used_here()
         self.gpu.keep(sums, self.gpu.current())
+
+    def _blocks_to_exchange(self) -> int:
+        return min(-(-self._ntiles // 8), self.kernels.resident_blocks("exchange_patch", 256, 0) * self.gpu.processors)
 
     def changes(self, tensors: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the changes of tensors: ascending flat indices of cells, 64 bits each, and values as integers.

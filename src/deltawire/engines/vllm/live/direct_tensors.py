@@ -6,10 +6,12 @@ when the layout has been learnt.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
+from ....format.digest import Digest, TensorKeys
 from ....tensors.bits import State
 from ....tensors.columns import ColumnState, in_columns
 from ..layout.types import TensorLayout
@@ -33,6 +35,18 @@ class DirectTensors:
         held = self.state.columns.layout.names if isinstance(self.state, ColumnState) else []
         self._numbers = {name: number for number, name in enumerate(held)}
         self._names = held
+        keys = ((name, tensors[name].spec.dtype, tensors[name].spec.shape) for name in self.by_name)
+        self._tags = dict(zip(self.by_name, TensorKeys.of(keys).tags, strict=True))
+
+    def tag(self, names: Collection[str]) -> Digest:
+        """Return the contribution of some of the tensors to a digest that does not depend on their elements.
+
+        Parameters
+        ----------
+        names
+            Their names.
+        """
+        return Digest.sum(np.array([self._tags[name] for name in names], np.uint32).reshape(-1, 4))
 
     def part(self, names: Sequence[str]) -> State | None:
         """Return some of the tensors in columns. None if one of them is not direct, or if they are not in columns.

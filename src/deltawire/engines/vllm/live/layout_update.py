@@ -35,6 +35,7 @@ from ....tensors.gpu_handover import on_side_stream
 from ....tensors.state import codec_for, state_digest, thread_count
 from ....tensors.torch_types import gpu_of, to_torch, torch_dtype
 from ..layout.types import ModuleRule, Nest, Scatter, TensorLayout
+from .direct_patches import DirectPatches
 from .direct_tensors import DirectTensors
 from .ownership import Decoders
 
@@ -154,14 +155,12 @@ class LayoutUpdate:
         """The changes of files that change only direct tensors, if they are decoded one by one."""
         self._waiting: list[GroupedPlan] = []
         """Files that change only direct tensors, and are not decoded yet."""
-        self._patches: list[Resolution] = []
+        self._patches = DirectPatches(direct, threads=self._threads)
         """All changes that are swapped by a codec: the above, and those of direct tensors whose files also change other tensors."""
         self._scatters: list[Scatter] = []
         self._loads: dict[str, ModuleLoad] = {}
         self._tied_changes: dict[str, list[Changes]] = {}
         self._coverage = Coverage()
-        self._swapped = 0
-        """The number of patches that hold old values."""
         self.is_applied = False
         self.nbytes = 0
         """Memory that the update occupies."""
@@ -220,9 +219,9 @@ class LayoutUpdate:
         self._tied_changes.clear()
         self._coverage = Coverage()
         if self._direct is not None:
-            self._direct.compact()
-            self._patches.append(self._direct)
+            self._patches.add(self._direct)
             self._direct = None
+        self._patches.complete()
         with on_side_stream(some_memory(self._layout.tensors)) as wait:
             self._scatters = _merged(self._scatters)
             wait()
@@ -295,30 +294,36 @@ class LayoutUpdate:
         """Free what only `new_tensor` needs."""
         self._input_changes.clear()
 
-    def apply(self) -> None:
-        """Write the new values. After an error, `revert` restores the old ones. A GPU may still be at work when this returns."""
+    def apply(self, *, digest: bool = False) -> None:
+        """Write the new values. After an error, `revert` restores the old ones. A GPU may still be at work when this returns.
+
+        Parameters
+        ----------
+        digest
+            True to digest the direct tensors in the same pass, if the codec can do so (`digest_direct`).
+        """
         self.is_applied = True
-        for patch in self._patches[self._swapped :]:
-            self._swapped += 1
-            patch.exchange(wait=False)
         with torch.no_grad():
-            for scatter in self._scatters:
+            for scatter in self._scatters:  # first, so that the digest shows a list that writes to other tensors
                 _write(scatter, scatter.new)
+        self._patches.apply(digest=digest)
         for load in self._loads.values():
             load.apply()
 
     def revert(self) -> None:
         """Write the old values back, also if only some of the new ones were written. A GPU may still be at work when this returns."""
         self.is_applied = False
+        self._patches.revert()
         with torch.no_grad():
             for scatter in reversed(self._scatters):
                 assert scatter.old is not None
                 _write(scatter, scatter.old)
-        for patch in reversed(self._patches[: self._swapped]):
-            self._swapped -= 1
-            patch.exchange(wait=False)
         for load in self._loads.values():  # last, because loading may have failed half-way
             load.revert()
+
+    def digest_direct(self) -> Digest:
+        """Return the digest of all direct tensors. What `apply` has digested is not read again."""
+        return self._patches.digest()
 
     def check(self, *, new: bool) -> None:
         """Raise `ResultMismatch` unless the scattered elements have their new values, or else their old ones.
@@ -448,8 +453,7 @@ class LayoutUpdate:
         for plan, (before, after) in zip(plans, digests, strict=True):
             check_digests(plan, before, after)
             self._note(plan)
-        resolution.compact()
-        self._patches.append(resolution)
+        self._patches.add(resolution, plans)
 
     def _add_mixed(self, plan: Plan, bases: Mapping[str, Base], *, is_whole: bool = True) -> tuple[Digest, Digest]:
         """Decode a file, and list the changes that the codec does not write. Returns the digests before and after.
@@ -478,8 +482,7 @@ class LayoutUpdate:
         self.mapped_change += mapped_after - mapped_before
         self.direct_change += digests[1] - digests[0] - (after - before)
         if plan.writes.any():
-            resolution.compact()
-            self._patches.append(resolution)
+            self._patches.add(resolution, [plan])
         self._note(plan)
         return digests
 

@@ -371,7 +371,7 @@ class LiveWeights:
     def _write(self, update: LayoutUpdate, times: dict[str, float]) -> None:
         """Write the new values. Other workers may read this memory as soon as all have agreed, so the GPU has written when this returns."""
         with _timed(times, "write_ms"):
-            update.apply()
+            update.apply(digest=self._confirm == "auto" and self._is_quick)
             self._check_valid()  # while a GPU writes; the layout keeps the memory that it writes to, also if the model uses it no more
             self._finish_writes()
         with _timed(times, "recompute_ms"):
@@ -435,7 +435,7 @@ class LiveWeights:
         """Raise `ResultMismatch` unless the weights are the new ones, or else exactly the old ones."""
         update.check(new=new)
         if not new or self._confirm == "everything" or (self._confirm == "auto" and self._is_quick):
-            expected, found = self._direct_digest + update.direct_change if new else self._direct_digest, self._digest_direct()
+            expected, found = self._direct_digest + update.direct_change if new else self._direct_digest, update.digest_direct()
             if found != expected:
                 raise ResultMismatch(f"the tensors in checkpoint layout have digest {found} in memory, not {expected}.")
         if self._confirm == "everything" and self.layout is not None:

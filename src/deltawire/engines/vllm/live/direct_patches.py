@@ -1,0 +1,123 @@
+"""The changes of direct tensors that a codec swaps with the values in memory, and the digest of these tensors afterwards.
+
+A GPU digests tensors while it writes to them, so that it reads the weights only once. Such a digest is that of the values that the GPU
+writes, not of values that are read back: it shows wrong changes, and weights that other code has changed. If the memory has lost a value,
+the next update that changes the tensor fails while it is staged, because it is decoded against what the memory has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....codec.base import DigestingExchange, Resolution, Sums
+from ....delta.plan import Plan
+from ....format.digest import Digest
+from ....tensors.bits import State
+from ....tensors.columns import Columns, in_columns
+from ....tensors.state import state_digest
+from .direct_tensors import DirectTensors
+
+
+class DirectPatches:
+    """The changes of one update. `complete` must be called when all of them are added.
+
+    Parameters
+    ----------
+    tensors
+        All direct tensors.
+    threads
+        Number of threads for digests on the host.
+    """
+
+    def __init__(self, tensors: DirectTensors, *, threads: int) -> None:
+        self._tensors = tensors
+        self._threads = threads
+        self._patches: list[tuple[Resolution, DigestingExchange | None]] = []
+        self._swapped = 0
+        """The number of patches that hold old values."""
+        self._parts: list[tuple[int, Sequence[str], NDArray[np.int64]]] = []
+        """The tensors, or parts of tensors, that patches digest: the number of the patch, and their names and numbers in it."""
+        self._covered: Counter[str] = Counter()
+        """The number of elements of each tensor that patches digest."""
+        self._rows: list[tuple[int, NDArray[np.int64]]] = []
+        """The parts whose word sums count: those of tensors that patches digest as a whole."""
+        self._tag = Digest()
+        self._rest: State = {}
+        """All other direct tensors. They are read again for their digest."""
+        self._sums: dict[int, Callable[[], Sums]] | None = None
+        """The word sums of what each patch has written. None if the last exchange did not digest it."""
+
+    def add(self, resolution: Resolution, plans: Sequence[Plan] = ()) -> None:
+        """Add changes.
+
+        Parameters
+        ----------
+        resolution
+            The changes. Nothing can be added to it afterwards.
+        plans
+            What was decoded into it, with one call. Tensors of other plans are not digested while they are written.
+        """
+        exchange = resolution.compact()
+        for plan in plans if exchange is not None else ():
+            assert exchange is not None
+            held = len(plan.tensors)
+            which = np.flatnonzero(exchange.digested[plan.numbers[:held]])
+            if isinstance(plan.tensors, Columns):
+                names, sizes = plan.tensors.layout.names, plan.tensors.layout.sizes[which].tolist()
+            else:
+                names, sizes = [tensor.name for tensor in plan.tensors], [plan.tensors[number].size for number in which.tolist()]
+            digested = [names[number] for number in which.tolist()]
+            self._parts.append((len(self._patches), digested, plan.numbers[which]))
+            for name, size in zip(digested, sizes, strict=True):
+                self._covered[name] += size
+        self._patches.append((resolution, exchange))
+
+    def complete(self) -> None:
+        """Find out which tensors must be read for their digest after an exchange."""
+        by_name = self._tensors.by_name
+        whole = {name for name, size in self._covered.items() if size == by_name[name].numel()}
+        for patch, names, numbers in self._parts:
+            self._rows.append((patch, numbers[[name in whole for name in names]]))
+        self._rest = in_columns({name: tensor for name, tensor in by_name.items() if name not in whole})
+        self._tag = self._tensors.tag(whole)
+        self._parts.clear()
+        self._covered.clear()
+
+    def apply(self, *, digest: bool) -> None:
+        """Write the new values. A GPU may still be at work when this returns.
+
+        Parameters
+        ----------
+        digest
+            True to digest in the same pass what is written, if the codec can do so.
+        """
+        self._sums = {} if digest else None
+        wanted = {number for number, rows in self._rows if rows.size}
+        for number, (patch, exchange) in enumerate(self._patches[self._swapped :], self._swapped):
+            self._swapped += 1
+            if exchange is not None and self._sums is not None and number in wanted:
+                self._sums[number] = exchange.exchange_and_digest()
+            else:
+                patch.exchange(wait=False)
+
+    def revert(self) -> None:
+        """Write the old values back, also if only some of the new ones were written. A GPU may still be at work when this returns."""
+        self._sums = None
+        for patch, _ in reversed(self._patches[: self._swapped]):
+            self._swapped -= 1
+            patch.exchange(wait=False)
+
+    def digest(self) -> Digest:
+        """Return the digest of all direct tensors. What `apply` has digested is not read again. Call both in the same thread."""
+        if self._sums is None:
+            return state_digest(self._tensors.state, threads=self._threads)
+        sums = {number: found() for number, found in self._sums.items()}
+        total = self._tag + state_digest(self._rest, threads=self._threads)
+        for number, rows in self._rows:
+            if rows.size:
+                total += Digest.sum(sums[number][rows])
+        return total
