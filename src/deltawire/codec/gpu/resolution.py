@@ -264,24 +264,25 @@ class GpuResolution:
     def compact(self) -> GpuResolution:
         """Make the targets that `exchange` needs, so that it cannot fail. Keep only patches, and the tensors that they change."""
         numbers = [number for number, group in enumerate(self.groups) if group.writes.any()]
-        self.groups, members = [self.groups[number] for number in numbers], self.members
-        self.digested = np.zeros(len(members), np.bool_)
-        for number, group in zip(numbers, self.groups, strict=True):
+        groups = [self.groups[number] for number in numbers]
+        digested, found = np.zeros(len(self.members), np.bool_), []
+        for number, group in zip(numbers, groups, strict=True):
             group.compact()
-            rows = np.flatnonzero(members[:, 0] == number)
-            rows = rows[group.digested[members[rows, 1]]]
+            rows = np.flatnonzero(self.members[:, 0] == number)
+            rows = rows[group.digested[self.members[rows, 1]]]
             with group.patch.gpu.active():
-                self.sums.append(_GroupSums(group.patch.new_sums(), rows, members[rows, 1]))
-            self.digested[rows] = True
-        self.members = members[:0]
-        self.targets = self._targets()
+                found.append(_GroupSums(group.patch.new_sums(), rows, self.members[rows, 1]))
+            digested[rows] = True
+        targets = _targets(groups)
+        # Nothing has changed so far, so that this can be called again if there was no memory for the targets.
+        self.groups, self.targets, self.sums, self.digested, self.members = groups, targets, found, digested, self.members[:0]
         if self.host is not None:
             self.host.compact()
         return self
 
     def _write(self, *, swap: bool, digest: bool = False) -> None:
         rooms = [sums.memory if digest else None for sums in self.sums] or [None] * len(self.groups)
-        for group, targets, sums in zip(self.groups, self.targets or self._targets(), rooms, strict=True):
+        for group, targets, sums in zip(self.groups, self.targets or _targets(self.groups), rooms, strict=True):
             with group.patch.gpu.active():
                 group.write(targets, swap=swap, sums=sums)
                 for number, flat in group.copies.items():
@@ -293,17 +294,18 @@ class GpuResolution:
                     else:
                         base[...] = flat.cpu().numpy().view(base.dtype).reshape(base.shape)
 
-    def _targets(self) -> list[torch.Tensor | None]:
-        """Return the addresses to which the changes of each group go."""
-        found = []
-        for group in self.groups:
-            with group.patch.gpu.active():
-                found.append(group.targets(group.writes))
-        return found
-
     def revert(self) -> None:
         if self.host is not None:
             self.host.revert()
+
+
+def _targets(groups: Sequence[_Group]) -> list[torch.Tensor | None]:
+    """Return the addresses to which the changes of each group go."""
+    found = []
+    for group in groups:
+        with group.patch.gpu.active():
+            found.append(group.targets(group.writes))
+    return found
 
 
 def group_by_device(
