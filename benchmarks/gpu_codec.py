@@ -85,6 +85,8 @@ class Row:
     patch_memory: float = 0
     scatter_ms: float = 0
     digest_ms: float = 0
+    exchange_ms: float = 0
+    """Scatter and digest in one pass."""
     encode_delta_ms: float = 0
     apply_delta_ms: float = 0
     """The time of the public function, with names, hashes and the delta file."""
@@ -126,6 +128,11 @@ def _codes(weights: torch.Tensor, kind: str) -> torch.Tensor:
 
 def _packed(codes: torch.Tensor, facts: Kind) -> torch.Tensor:
     return (codes[0::2] | codes[1::2] << 4).view(facts.torch)
+
+
+def waited(start: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+    """Return a function that starts work and waits for it."""
+    return lambda: start()()
 
 
 def median_ms(work: Callable[[], object], rounds: int = 7) -> float:
@@ -265,9 +272,13 @@ def measure(
     resolution.compact()
     resolution.exchange()
     assert torch.equal(base.view(integer), new.view(integer)), "the scatter is not exact"
-    # The number of swaps is even, so the old weights are restored.
+    # The number of swaps is even each time, so the old weights are restored.
     row.scatter_ms = median_ms(resolution.exchange, 6)
+    row.exchange_ms = median_ms(waited(resolution.exchange_and_digest), 5)
     assert not row.changed or not torch.equal(base.view(integer), new.view(integer))
+    lanes = resolution.exchange_and_digest()().sum(axis=0, dtype=np.uint32).tolist()
+    assert tuple(lanes) == after or not resolution.digested.all(), "the pass that writes finds another digest"
+    resolution.exchange()
     del resolution
     row.resolve_ms = median_ms(lambda: load.resolve(payload), rounds)
     row.resolve_pinned_ms = median_ms(lambda: load.resolve(pinned), rounds)

@@ -75,8 +75,9 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     trusted_keys
         Public keys. Records that none of them signed are refused.
     confirm
-        What is read back after each update. "auto" reads the elements that were written, and digests the tensors in checkpoint layout,
-        within the swap if that is quick. "written" digests them after the swap. "everything" reads all tensors within the swap.
+        What is checked after each update. "auto" reads the scattered elements back, and digests the tensors in checkpoint layout, within
+        the swap if that is quick. A GPU digests what it writes to them in the same pass, and does not read it back. "written" digests them
+        after the swap. "everything" reads all tensors back within the swap.
     threads
         Number of threads for decoding and digests. None means one per core; for decoding in the memory of a CPU server, it means one.
     """

@@ -1,7 +1,7 @@
 """A worker's weights at a version of the chain. Updates are decoded against them, and written to them in one transaction.
 
-All workers of a server make a swap together. First they tell each other whether they are ready. Then each writes its part and reads it
-back. If any of them fails, all write the old values back. A worker whose weights are then not exactly the old ones is *quarantined*.
+All workers of a server make a swap together. First they tell each other whether they are ready. Then each writes its part and
+checks it. If any of them fails, all write the old values back. A worker whose weights are then not exactly the old ones is *quarantined*.
 """
 
 from __future__ import annotations
