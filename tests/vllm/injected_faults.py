@@ -50,8 +50,8 @@ def register() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    def apply_and_fail(update: LayoutUpdate) -> None:
-        apply(update)
+    def apply_and_fail(update: LayoutUpdate, **options: Any) -> None:
+        apply(update, **options)
         if fails("killed-written"):
             os.kill(os.getpid(), signal.SIGKILL)
         if fails("apply"):
@@ -64,7 +64,7 @@ def register() -> None:
 
     def check_later(weights: LiveWeights) -> None:
         if fails("late"):
-            next(iter(weights._direct.values())).neg_()
+            next(iter(weights._direct_tensors.by_name.values())).neg_()
         check_direct(weights)
 
     def execute_stale(runner: Any, scheduled: Any, *arguments: Any, **options: Any) -> Any:

@@ -64,8 +64,8 @@ def test_a_draft_in_the_checkpoint_of_the_model_is_updated_with_it(tmp_path: Pat
     assert (status["tensors"], status["kept_bytes"]) == ({"direct": len(MODEL.state())}, 0)  # also the shared ones: they are written once
     apply, fails = LayoutUpdate.apply, [True]
 
-    def apply_or_fail(update: LayoutUpdate) -> None:
-        apply(update)
+    def apply_or_fail(update: LayoutUpdate, **options: Any) -> None:
+        apply(update, **options)
         if fails and fails.pop():
             raise RuntimeError("injected")
 

@@ -274,8 +274,8 @@ def test_failed_swaps_are_undone_or_quarantine_the_worker(tmp_path: Path, monkey
     backend = start_backend(loaded, spool=str(chain.spool.folder), mirror=mirrored(chain, tmp_path, 1))
     apply = LayoutUpdate.apply
 
-    def apply_and_fail(update: LayoutUpdate) -> None:
-        apply(update)
+    def apply_and_fail(update: LayoutUpdate, **options: Any) -> None:
+        apply(update, **options)
         raise RuntimeError("injected")
 
     with loaded.active():
