@@ -22,10 +22,17 @@ def requantise_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def nvfp4_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let vLLM load nvfp4 weights, with the kernel that emulates them."""
+    """Let vLLM load nvfp4 weights, with the kernel that emulates them. It does not quantise activations: checkpoints lack their scales."""
     import_vllm()
+    import torch
     from vllm.model_executor.kernels.linear.nvfp4 import emulation
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4 as scheme
+    from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
+
+    class Kernel(emulation.EmulationNvFp4LinearKernel):  # type: ignore[misc]
+        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
+            weight = layer.weight.data.view(torch.uint8)
+            return x @ dequantize_to_dtype(weight, layer.weight_scale.data, layer.weight_global_scale, x.dtype, 16, swizzle=False).T
 
     config = type("Config", (), {})()
-    monkeypatch.setattr(scheme, "init_nvfp4_linear_kernel", lambda **_: emulation.EmulationNvFp4LinearKernel(config))
+    monkeypatch.setattr(scheme, "init_nvfp4_linear_kernel", lambda **_: Kernel(config))

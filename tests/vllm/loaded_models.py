@@ -1,4 +1,4 @@
-"""Models that vLLM loads in the process of the tests, without a server: their memory is as in a worker of one rank."""
+"""Models that vLLM loads in the process of the tests, without a server: their memory is as in a worker."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def load_model(checkpoint: Path, **options: object) -> LoadedModel:
     """
     with _vllm_can_run():
         import torch
-        from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
-        from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment, model_parallel_is_initialized
+        from vllm.config import WeightTransferConfig, set_current_vllm_config
+        from vllm.distributed import model_parallel_is_initialized
         from vllm.engine.arg_utils import EngineArgs
         from vllm.model_executor.model_loader import get_model
 
@@ -75,12 +75,54 @@ def load_model(checkpoint: Path, **options: object) -> LoadedModel:
         ).create_engine_config()
         torch.set_num_threads(1)
         if not model_parallel_is_initialized():
-            with set_current_vllm_config(VllmConfig()):  # without a model, vLLM makes the groups for all kinds of models
-                init_distributed_environment(1, 0, f"tcp://127.0.0.1:{_free_port()}", 0, "gloo")
-                ensure_model_parallel_initialized(1, 1)
+            join_workers(1, 0, f"tcp://127.0.0.1:{_free_port()}")
         empty_cache = unittest.mock.patch.object(torch.accelerator, "empty_cache")  # it raises on a CPU; vLLM's worker replaces it too
         with set_current_vllm_config(config), empty_cache:
             return LoadedModel(get_model(vllm_config=config), config)
+
+
+def join_workers(ranks: int, rank: int, address: str) -> None:
+    """Make this process a worker of a server with tensor parallelism, as vLLM's worker for CPUs does. Returns when all workers do this.
+
+    Parameters
+    ----------
+    ranks
+        The number of workers.
+    rank
+        The rank of this one.
+    address
+        The URL by which the workers find each other.
+    """
+    with _vllm_can_run():
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+
+        with set_current_vllm_config(VllmConfig()):  # without a model, vLLM makes the groups for all kinds of models
+            init_distributed_environment(ranks, rank, address, rank, "gloo")
+            ensure_model_parallel_initialized(ranks, 1)
+
+
+def start_backend(loaded: LoadedModel, device: str = "cpu", **info: Any) -> Any:
+    """Return a backend as a worker has it.
+
+    Parameters
+    ----------
+    loaded
+        The worker's model.
+    device
+        The device that the backend is told.
+    info
+        The settings of `InitInfo`.
+    """
+    with _vllm_can_run():
+        import torch
+
+        from deltawire.engines.vllm import backend as backends
+    add_no_methods = unittest.mock.patch.object(backends, "_add_rpc_methods")  # there is no worker, whose import takes seconds
+    with loaded.active(), add_no_methods:
+        backend = backends.DeltaWireBackend(None, loaded.vllm_config, torch.device(device), loaded.model)
+    backend.init_transfer_engine(backends.InitInfo(**info))
+    return backend
 
 
 MTP = {"method": "mtp", "num_speculative_tokens": 1}

@@ -22,6 +22,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -78,6 +79,10 @@ class ServerNursery:
         """Start a server with these arguments, and return its id."""
         return self._ask("start", list(arguments), str(log), dict(environment))
 
+    def run(self, script: Path, arguments: Sequence[str], log: Path) -> int:
+        """Run a Python script that needs vLLM, and return its id. The methods for servers also apply to it."""
+        return self._ask("start", list(arguments), str(log), {}, str(script))
+
     def is_running(self, server: int) -> bool:
         return bool(self._ask("running", server))
 
@@ -117,12 +122,13 @@ class _Forking:
         return multiprocessing.get_context("fork")
 
 
-def _start(arguments: list[str], log: str, environment: dict[str, str]) -> int:
+def _start(arguments: list[str], log: str, environment: dict[str, str], script: str | None = None) -> int:
     child = os.fork()
     if child:
         with contextlib.suppress(OSError):  # the process may have ended by itself
             os.setpgid(child, child)
         return child
+    code = 1
     try:
         os.setpgid(0, 0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -130,16 +136,20 @@ def _start(arguments: list[str], log: str, environment: dict[str, str]) -> int:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ |= environment
-        sys.argv = ["api_server", *arguments]
-        from vllm.entrypoints.launchers.api_server.entry import main
+        sys.argv = [script or "api_server", *arguments]
+        if script is not None:
+            runpy.run_path(script, run_name="__main__")
+            code = 0
+        else:
+            from vllm.entrypoints.launchers.api_server.entry import main
 
-        main()
+            main()
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(code)
 
 
 def _kill(server: int) -> None:

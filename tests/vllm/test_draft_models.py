@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from live_server import LiveServer
-from loaded_models import MTP, LoadedModel, import_vllm, load_draft, load_model
+from loaded_models import MTP, LoadedModel, import_vllm, load_draft, load_model, start_backend
 from model_memory import addresses, difference, memory
-from test_live_backend import Chain, loads_in, start_backend
+from test_live_backend import Chain, loads_in
 from tiny_checkpoints import State, TinyMtp
 
 from deltawire.engines.vllm.driver.sidecar import Sidecar

@@ -1,67 +1,33 @@
-"""Models in all layouts that run on a CPU follow twenty updates where their weights are. Then all memory is that of a fresh load."""
+"""Models in all layouts that run on a CPU follow twenty updates in live memory. Then memory and logits are those of a fresh load."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
-import unpacked_experts
-from emulated_kernels import nvfp4_on_cpu, requantise_on_cpu
+from emulated_kernels import requantise_on_cpu
 from fake_layout import alone
+from layout_cases import CASES, COMPUTED, CONVERTED, UPDATES, Chain, emulate, load_norms_with, stays, table_of, visible, ways
 from loaded_models import LoadedModel, import_vllm, load_model, read_checkpoint
+from model_logits import logits
 from model_memory import addresses, difference, memory
-from tiny_checkpoints import (
-    FP8_PER_TENSOR,
-    INT8_PER_CHANNEL,
-    TinyMla,
-    TinyModel,
-    fp8_per_tensor,
-    int8_per_channel,
-    train,
-    train_visibly,
-)
+from rank_pair import Job, RankPair
+from server_nursery import ServerNursery
+from tiny_checkpoints import TinyModel
 
-import deltawire
-from deltawire import Publisher
 from deltawire.chain.log import ChainLog
-from deltawire.chain.reader_options import ReaderOptions
-from deltawire.dtypes import dtype_named
 from deltawire.errors import EngineRefused
 from deltawire.format.records.record_parts import FileEntry
 from deltawire.format.records.version_records import Commit
-from deltawire.publish.writer_options import WriterOptions
-from deltawire.store import Store, open_store
-from deltawire.subscribe.tensor_table import TensorSpec, TensorTable
+from deltawire.subscribe.tensor_table import TensorTable, write_table
 
 if TYPE_CHECKING:
     from deltawire.engines.vllm.live.live_weights import LiveWeights
 
 pytestmark = pytest.mark.slow
-
-UPDATES = 20
-CASES: dict[str, tuple[TinyModel, str | None]] = {
-    "dense": (TinyModel("dense"), None),
-    "tied": (TinyModel("tied", tied=True), None),
-    "computing-loaders": (TinyModel("dense"), None),
-    "experts-packed": (TinyModel("moe", experts=4, layers=1), None),
-    "experts-split": (TinyModel("moe", experts=4, layers=1), None),
-    "fp8-block": (TinyModel("quantised", scale=4, layers=1), "fp8-block"),
-    "fp8-channel": (TinyModel("quantised", scale=4, layers=1), "fp8-channel"),
-    "fp8-tensor": (TinyModel("quantised", scale=4, layers=1), None),
-    "nvfp4": (TinyModel("quantised", scale=4, layers=1), "nvfp4"),
-    "int4": (TinyModel("quantised", scale=4, layers=1), "int4"),
-    "int8": (TinyModel("quantised", scale=4, layers=1), None),
-    "mla": (TinyMla("mla", layers=2), None),
-    "mla-fp8": (TinyMla("mla", scale=4, layers=1), "fp8-block"),
-}
-COMPUTED = {"mla-fp8": "recompute", "fp8-tensor": "reprocess", "nvfp4": "reprocess", "int8": "load_anew", "computing-loaders": "load_anew"}
-"""Models with tensors that are computed from weights, and how they follow updates."""
-CONVERTED: dict[str, tuple[Any, Any]] = {"fp8-tensor": (fp8_per_tensor, FP8_PER_TENSOR), "int8": (int8_per_channel, INT8_PER_CHANNEL)}
-"""Models that are not quantised by a recipe of the publisher."""
 
 
 @dataclass(frozen=True)
@@ -71,46 +37,6 @@ class Hop:
     base: Commit
     target: Commit
     files: tuple[FileEntry, ...]
-
-
-class Chain:
-    """A model in training, and the chain that its weights are published to."""
-
-    def __init__(self, folder: Path, model: TinyModel, recipe: str | None, converted: tuple[Any, Any] | None = None) -> None:
-        self._folder = folder
-        self._visibly = recipe is not None or converted is not None
-        self._convert, config = converted or (dict, None)
-        self._state = model.state()
-        self._rng = np.random.default_rng(7)
-        start = model.save(folder / "start", self._state, config)
-        attachments = {path.name: path for path in start.iterdir() if path.suffix == ".json"}
-        self.store: Store = open_store(str(folder / "store"))
-        self._publisher = Publisher(
-            self.store, quantise=recipe, attachments=attachments, options=WriterOptions(segment_bytes=1 << 16, skips=False)
-        )
-        self.commits: list[Commit] = []
-
-    def publish(self) -> Commit:
-        """Publish the weights. All but the first version have changes in every tensor."""
-        if self.commits:
-            train_visibly(self._state, self._rng) if self._visibly else train(self._state, self._rng)
-        self._publisher.publish(self._convert(self._state))
-        head = ChainLog(self.store).head()
-        assert head is not None
-        self.commits.append(head)
-        return head
-
-    def checkpoint(self) -> Path:
-        """Write the newest version as a checkpoint."""
-        folder = self._folder / f"version-{len(self.commits)}"
-        deltawire.pull(self.store, folder, options=ReaderOptions(pin=False))
-        return folder
-
-    def read(self, entry: FileEntry) -> bytes:
-        return self.store.get(entry.key, limit=entry.size)
-
-    def close(self) -> None:
-        self._publisher.close()
 
 
 class Kept:
@@ -137,18 +63,6 @@ class Kept:
                 self._tensors[name].view(-1)[patch.indices] = patch.values
 
 
-def table_of(checkpoint: Path) -> TensorTable:
-    import json
-    import struct
-
-    found = {}
-    for path in checkpoint.glob("*.safetensors"):
-        with path.open("rb") as file:
-            header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
-        found |= {name: TensorSpec(dtype_named(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items() if name[0] != "_"}
-    return dict(sorted(found.items()))
-
-
 def live_weights(live: LoadedModel, source: Kept) -> LiveWeights:
     """Return the weights of a model as a worker holds them."""
     from deltawire.engines.vllm.live.live_weights import LiveWeights
@@ -167,92 +81,115 @@ def live_weights(live: LoadedModel, source: Kept) -> LiveWeights:
     )
 
 
-def load_norms_with(monkeypatch: pytest.MonkeyPatch, loader: Callable[..., Any]) -> None:
-    """Let norms have another loader. Loaders of some models compute what they write."""
-    from vllm.model_executor.layers.layernorm import RMSNorm
+@dataclass(frozen=True)
+class Followed:
+    """A chain with all of its versions, and checkpoints of the first and of the last one."""
 
-    make = RMSNorm.__init__
-
-    def make_with_loader(norm: Any, *args: Any, **kwargs: Any) -> None:
-        make(norm, *args, **kwargs)
-        norm.weight.weight_loader = loader
-
-    monkeypatch.setattr(RMSNorm, "__init__", make_with_loader)
+    chain: Chain
+    first: Path
+    last: Path
 
 
-def visible(lines: list[str]) -> list[str]:
-    """Return lines of a difference, without those of tensors that hold the addresses of objects of other libraries."""
-    return [line for line in lines if "dnnl_handler" not in line]
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Followed]:
+    """Return the chain of a case. Cases with the same checkpoints have the same chain."""
+    made: dict[Any, Followed] = {}
 
+    def find(case: str) -> Followed:
+        key = CASES[case], case if case in CONVERTED else None
+        if key not in made:
+            chain = Chain(tmp_path_factory.mktemp(case), *CASES[case], CONVERTED.get(case))
+            chain.publish()
+            first = chain.checkpoint()
+            for _ in range(UPDATES):
+                chain.publish()
+            chain.close()
+            made[key] = Followed(chain, first, chain.checkpoint())
+        return made[key]
 
-def stays(places: dict[str, Any]) -> dict[str, Any]:
-    return {path: place for path, place in places.items() if "dnnl_handler" not in path}
-
-
-def products(loaded: LoadedModel) -> dict[str, bytes]:
-    """Return what each int8 layer computes. Its weights are in an object that cannot be read."""
-    import torch
-
-    found = {}
-    for name, module in loaded.model.named_modules():
-        if hasattr(getattr(getattr(module, "scheme", None), "kernel", None), "dnnl_handler"):
-            inputs = torch.linspace(-1, 1, 2 * module.input_size, dtype=torch.bfloat16).view(2, -1)
-            with loaded.active(), torch.no_grad():
-                found[name] = module.quant_method.apply(module, inputs, None).view(torch.uint8).numpy().tobytes()
-    return found
+    return find
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_after_twenty_updates_all_memory_is_that_of_a_fresh_load(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_twenty_updates_a_model_has_the_memory_and_the_logits_of_a_fresh_load(
+    case: str, followed: Callable[[str], Followed], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import_vllm()
+    from deltawire.engines.vllm.live.live_updates import modules_of
     from deltawire.engines.vllm.live.update_types import LiveVersion
 
-    model, recipe = CASES[case]
-    if case == "experts-split":
-        unpacked_experts.install(monkeypatch.setattr)
-    if case == "fp8-tensor":
-        requantise_on_cpu(monkeypatch)
-    if case == "nvfp4":
-        nvfp4_on_cpu(monkeypatch)
-    if case == "computing-loaders":
-        load_norms_with(monkeypatch, lambda param, loaded_weight: param.data.copy_(2 * loaded_weight))
-    chain = Chain(tmp_path, model, recipe, CONVERTED.get(case))
-    first = chain.publish()
-    checkpoint = chain.checkpoint()
-    live = load_model(checkpoint)
-    before, places = memory(live.model), addresses(live.model)
+    emulate(case, monkeypatch)
+    given = followed(case)
+    chain, first = given.chain, given.chain.commits[0]
+    live = load_model(given.first)
+    before, places, computed = memory(live.model), addresses(live.model), logits(live)
 
-    source = Kept(checkpoint)
+    source = Kept(given.first)
     weights = live_weights(live, source)
-    weights.learn(table_of(checkpoint))
+    weights.learn(table_of(given.first))
     assert difference(memory(live.model), before) == [], "learning has changed the model"
     assert weights.why_not is None
     assert weights.layout is not None
-    assert {rule.how for rule in weights.layout.modules.values()} == {COMPUTED[case] for _ in range(case in COMPUTED)}
+    assert {rule.how for rule in weights.layout.modules.values()} == ways(case)
     assert first.digest is not None
     weights.adopt(LiveVersion(ChainLog(chain.store).ref(first), first.digest))
-    for number in range(UPDATES):
-        target = chain.publish()
-        hop = Hop(chain.commits[-2], target, target.files)
+    for number, target in enumerate(chain.commits[1:]):
+        hop = Hop(chain.commits[number], target, target.files)
         if number == 1:  # another worker fails after this one has written, so it must write its old weights back
-            held, multiplied, answers = memory(live.model), products(live), iter([[], [1], []])
+            held, answers = (memory(live.model), logits(live)), iter([[], [1], []])
             with live.active():
                 outcome = weights.swap(weights.stage(hop, chain.read), lambda *_: next(answers))  # noqa: B023
             assert outcome.outcome == "refused"
-            assert difference(memory(live.model), held) == []
-            assert products(live) == multiplied
+            assert (memory(live.model), logits(live)) == held
         with live.active():
             outcome = weights.swap(weights.stage(hop, chain.read), alone)
         assert outcome.outcome == "made", outcome.error
-    chain.close()
+        assert (outcome.times["modules_loaded_anew"] > 0) == ("load_anew" in ways(case))
     if COMPUTED.get(case) in (None, "recompute"):
         assert all(name.endswith("weight_shape") for name in source.held), "a tensor of the model cannot be read from its memory"
-    fresh = load_model(chain.checkpoint())
+    fresh = load_model(given.last)
     assert visible(difference(memory(live.model), memory(fresh.model))) == []
     assert difference(memory(live.model), before), "no update has changed anything"
     assert stays(addresses(live.model)) == stays(places)
-    assert products(live) == products(fresh)
+    assert logits(live) == logits(fresh) != computed
+    assert set(modules_of(weights.layout)["counts"]) == ways(case)
     assert weights.digest().owned == target.digest
+
+
+@pytest.fixture(scope="module")
+def pair(nursery: ServerNursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPair]:
+    with RankPair(nursery, tmp_path_factory.mktemp("pair")) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_after_twenty_updates_two_ranks_have_the_memory_and_the_logits_of_a_fresh_load(
+    case: str, followed: Callable[[str], Followed], pair: RankPair, tmp_path: Path
+) -> None:
+    given = followed(case)
+    chain, table = given.chain, tmp_path / "tensors.json"
+    write_table(table, table_of(given.first))
+    ref = ChainLog(chain.store).ref(chain.commits[0]).plain()
+    seqs = [commit.seq for commit in chain.commits]
+    job = Job(case, str(tmp_path / "spool"), str(given.first), str(given.last), chain.store.url, str(table), ref, seqs[1:])
+    reports = pair.follow(job)
+    for report in reports:
+        assert report["learnt"]["live"], report["learnt"]["why_not"]
+        assert report["learnt"]["why_no_peers"] is None
+        assert report["learning"] == [], "learning has changed the model"
+        assert report["adopted"] == seqs[0]
+        assert (report["failed"], report["reverted"]) == ("refused", True)
+        assert [swap["outcome"] for swap in report["swaps"]] == ["made"] * UPDATES, report["swaps"]
+        assert [swap["last"]["loaded_anew"] for swap in report["swaps"]] == [0] * UPDATES
+        assert {swap["last"]["modules_loaded_anew"] > 0 for swap in report["swaps"]} == {"load_anew" in ways(case)}
+        assert set(report["status"]["modules"]["counts"]) == ways(case)
+        assert report["status"]["modules"]["whole_model"] == {}
+        assert report["status"]["seq"] == seqs[-1]
+        assert report["difference"] == []
+        assert report["changed"] > 0, "no update has changed anything"
+        assert report["stays"]
+    first, live, fresh = reports[0]["logits"]
+    assert live == fresh != first
 
 
 def test_one_module_is_loaded_anew_while_the_others_are_patched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

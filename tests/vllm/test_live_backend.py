@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from loaded_models import LoadedModel, load_model, publish
+from loaded_models import load_model, publish, start_backend
 from model_memory import addresses, difference, memory
 from tiny_checkpoints import State, TinyModel, train
 
@@ -62,20 +62,6 @@ class Chain:
         (hop,) = context.routes.find(self.ref(number - 1), self.commits[number])
         self.spool.put(hop, context)
         return self.commits[number].seq
-
-
-def start_backend(loaded: LoadedModel, device: str = "cpu", **info: Any) -> Any:
-    """Return a backend as a worker of one rank has it."""
-    import torch
-
-    with warnings.catch_warnings():  # imports of vLLM make warnings
-        warnings.simplefilter("ignore")
-        from deltawire.engines.vllm import backend as backends
-    with loaded.active(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "_add_rpc_methods", lambda: None)  # there is no worker, whose import takes seconds
-        backend = backends.DeltaWireBackend(None, loaded.vllm_config, torch.device(device), loaded.model)
-    backend.init_transfer_engine(backends.InitInfo(**info))
-    return backend
 
 
 def wait_until_staged(backend: Any, seq: int) -> None:

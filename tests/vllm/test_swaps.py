@@ -50,7 +50,7 @@ SERVED = {
     "int4-tp2": Served(TinyModel("quantised", scale=4, layers=1), 2, "int4"),
 }
 ALWAYS = ("dense-tp1", "tied-tp2", "moe-tp2", "mla-tp1", "int4-tp2")
-"""Those that every run of the tests starts. test_layout_matrix.py compares all layouts of one worker without servers."""
+"""Those that every run of the tests starts. test_layout_matrix.py compares all layouts, on one rank and on two, without servers."""
 
 
 def compared(model: TinyModel, ranks: int) -> list[int]:
