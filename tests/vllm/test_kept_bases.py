@@ -200,6 +200,18 @@ def test_folders_of_servers_that_have_ended_are_deleted(workers: Callable[..., K
     assert not (tmp_path / "kept" / "server").exists()
 
 
+def test_a_worker_that_writes_no_tensor_wakes_no_thread_in_a_swap(
+    workers: Callable[..., KeptBases], state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = workers()
+    assert worker.hold({}) is None
+    monkeypatch.setattr(worker._thread, "submit", None)
+    worker.settled(REF, {})
+    monkeypatch.undo()
+    assert worker.hold(table_of(state, "c.bias")) is None
+    assert_holds(worker, state, ["c.bias"])
+
+
 def test_a_worker_that_is_never_closed_leaves_nothing(tmp_path: Path, state: State) -> None:
     checkpoint = saved(tmp_path / "start.safetensors", state)
     worker = KeptBases(tmp_path / "kept" / "server", lambda: checkpoint)

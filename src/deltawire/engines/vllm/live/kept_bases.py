@@ -190,7 +190,8 @@ class KeptBases:
         before, self._generation = self._generation, self._generation + 1
         mine = {name: changes.get(name, ()) for name in self._claimed}
         previous, generation = self._writing, self._generation
-        self._writing = self._thread.submit(self._make, mine, before, generation, previous)
+        if mine:  # otherwise no thread is woken, because it could take the interpreter from the swap that calls this
+            self._writing = self._thread.submit(self._make, mine, before, generation, previous)
 
     def close(self) -> None:
         """Forget the tensors. The last worker of a host deletes the folder."""

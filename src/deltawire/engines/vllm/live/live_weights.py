@@ -338,7 +338,8 @@ class LiveWeights:
         with _timed(times, "agree_ms"):
             failed = _ask(agree, None, errors, since=attempts)
         if not failed:
-            self._note_made(staged)
+            with _timed(times, "note_ms"):
+                self._note_made(staged)
             return "made"
         if update is None:
             return "refused"
