@@ -161,10 +161,11 @@ class ModelLayout:
         return (self._model is None or self._model is model) and self._current_addresses() == self._addresses
 
     def _current_addresses(self) -> list[int]:
-        """Return the addresses of the tensors. It is called within swaps, so it is quick."""
+        """Return the addresses of the tensors. It is called within swaps, so it leaves out what vLLM's parameters do at every call."""
         tensors = (module._parameters.get(path[0]) if len(path) == 1 else None for module, path in self._held)
         found = (tensor if tensor is not None else _at(*held) for tensor, held in zip(tensors, self._held, strict=True))
-        return [0 if tensor is None else tensor.data_ptr() for tensor in found]
+        with torch._C.DisableTorchFunctionSubclass():
+            return [0 if tensor is None else tensor.data_ptr() for tensor in found]
 
     def raw(self, module: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the raw parameters of a module as loaders leave them, before vLLM processes them. Padding is zero bits.
