@@ -9,6 +9,7 @@ local          a directory, with temporary files in staging
 memory         the memory of this process
 remote         services behind obstore, with clients from providers and errors from remote_errors
 retry          repetition of failed requests
+link_estimate  the measured link to a store
 wrapped        a store in front of another one
 probe          checks whether a store is suitable
 occupancy      what a location holds before it is used

@@ -13,6 +13,8 @@ from datetime import datetime
 from typing import TypeAlias
 
 from ..errors import StoreError
+from ..format.content_hash import content_hash
+from .link_estimate import LinkEstimate
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Progress: TypeAlias = Callable[[int], None]
@@ -209,6 +211,66 @@ class Store(ABC):
         keys
             The keys of the objects.
         """
+
+    @property
+    def streams(self) -> int:
+        """How many transfers of whole objects callers should run at the same time."""
+        return 4
+
+    @property
+    def link(self) -> LinkEstimate | None:
+        """The measured link to the store. None if the store does not measure it."""
+        return None
+
+    def get_if_changed(self, key: str, *, limit: int, tag: str | None) -> tuple[bytes, str] | None:
+        """Return the object and its tag, or None if the object still has the tag `tag`. Raises the errors of `get`.
+
+        Two contents of one object never have the same tag. A tag means nothing to other stores, or for other keys. By default the tag is
+        the hash of the content, and the object is read every time.
+
+        Parameters
+        ----------
+        key
+            The object's key.
+        limit
+            The largest size to accept, in bytes.
+        tag
+            The tag that an earlier call returned. None returns the object in any case.
+        """
+        data = self.get(key, limit=limit)
+        found = content_hash(data)
+        return None if found == tag else (data, found)
+
+    def wait_for_change(self, key: str, *, limit: int, tag: str | None, timeout: float) -> tuple[bytes, str] | None:
+        """Wait until the object has another tag than `tag`, and return it as `get_if_changed` does. Returns None if it has not changed.
+
+        Raises `ObjectMissing` if the object does not exist in the end, and other errors of `get` at once. Stores that cannot wait look
+        once and return at once, which is the default. So a caller that waits in a loop must pause between calls that return early.
+
+        Parameters
+        ----------
+        key
+            The object's key.
+        limit
+            The largest size to accept, in bytes.
+        tag
+            The tag that an earlier call returned. None waits only while the object is missing.
+        timeout
+            The longest time to wait, in seconds.
+        """
+        return self.get_if_changed(key, limit=limit, tag=tag)
+
+    def doubt(self, key: str) -> None:
+        """Note that the bytes read from this key were wrong. A store with several sources reads them from another one next.
+
+        The default does nothing.
+
+        Parameters
+        ----------
+        key
+            The object's key.
+        """
+        check_key(key)
 
     @abstractmethod
     def close(self) -> None:

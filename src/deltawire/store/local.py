@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -38,6 +40,9 @@ _CHUNK = 32 * 1024 * 1024  # bytes per system call: large enough for full speed,
 _ATTEMPTS = 16  # each failed attempt to name an object is a lost race against a deleter that removed its empty folder
 
 _REMEMBERED = 4096  # most folders remembered as flushed; each version has its own folder
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 0.02  # seconds between two looks at a file that is waited for
+_COARSEST_CLOCK = 2.0  # seconds within which a file system may give two files the same time
 
 _KINDS: dict[type[StoreError], set[int]] = {
     StoreFull: {errno.ENOSPC, errno.EDQUOT},
@@ -140,6 +145,28 @@ class LocalStore(Store):
             with self._reporting("delete", key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 path.unlink()
             self._prune(path.parent)
+
+    def wait_for_change(self, key: str, *, limit: int, tag: str | None, timeout: float) -> tuple[bytes, str] | None:
+        path = self._path(key)
+        deadline = time.monotonic() + timeout
+        pause, read_again = _SHORTEST_PAUSE, -math.inf
+        seen: tuple[int, ...] | None = None
+        while True:
+            now = time.monotonic()
+            is_last = now >= deadline
+            facts = _facts(path)
+            # Clocks of file systems are coarse, and inodes are used again. So a new file may have the facts of the one before it.
+            if is_last or facts != seen or now >= read_again:
+                seen, read_again = facts, now + _COARSEST_CLOCK
+                try:
+                    found = self.get_if_changed(key, limit=limit, tag=tag)
+                    if found is not None or is_last:
+                        return found
+                except ObjectMissing:
+                    if is_last:
+                        raise
+            time.sleep(min(pause, max(0.0, deadline - now)))
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
 
     def close(self) -> None:
         """Do nothing: the store holds no resources."""
@@ -328,6 +355,15 @@ def _info(key: str, found: os.stat_result) -> ObjectInfo:
     """Return the facts about a file. Times outside the calendar are moved to its nearest end, so that periods can be added to them."""
     seconds = min(max(found.st_mtime, 0.0), _LATEST)
     return ObjectInfo(key, found.st_size, datetime.fromtimestamp(seconds, timezone.utc))
+
+
+def _facts(path: Path) -> tuple[int, ...] | None:
+    """Return what differs if a file was replaced or written. Returns None if it cannot be looked up; reading it then says why."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 
@@ -17,6 +18,7 @@ class MemoryStore(Store):
         self.url = f"memory://{name}"
         self._objects: dict[str, tuple[bytes, datetime]] = {}
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     def get(self, key: str, *, limit: int) -> bytes:
         data, _ = self._find("get", key)
@@ -44,6 +46,7 @@ class MemoryStore(Store):
             if key in self._objects:
                 raise ObjectExists(failure("create", key, self.url, "an object of this name exists."))
             self._objects[key] = (bytes(data), datetime.now(timezone.utc))
+            self._changed.notify_all()
 
     def put(
         self,
@@ -60,6 +63,7 @@ class MemoryStore(Store):
             raise StoreError(failure("put", key, self.url, f"{size} bytes were announced, {len(whole)} came."))
         with self._lock:
             self._objects[key] = (whole, datetime.now(timezone.utc))
+            self._changed.notify_all()
         if progress is not None:
             progress(len(whole))
 
@@ -75,6 +79,22 @@ class MemoryStore(Store):
             with self._lock:
                 self._objects.pop(key, None)
 
+    def wait_for_change(self, key: str, *, limit: int, tag: str | None, timeout: float) -> tuple[bytes, str] | None:
+        deadline = time.monotonic() + timeout
+        while True:
+            is_last = time.monotonic() >= deadline
+            with self._lock:
+                seen = self._objects.get(key)
+            try:
+                found = self.get_if_changed(key, limit=limit, tag=tag)
+                if found is not None or is_last:
+                    return found
+            except ObjectMissing:
+                if is_last:
+                    raise
+            with self._changed:
+                self._changed.wait_for(lambda seen=seen: self._objects.get(key) is not seen, _seconds_until(deadline))  # type: ignore[misc]
+
     def close(self) -> None:
         """Do nothing. The objects stay, because other code may have opened the same name."""
 
@@ -85,3 +105,7 @@ class MemoryStore(Store):
         if found is None:
             raise ObjectMissing(failure(operation, key, self.url, "there is no such object."))
         return found
+
+
+def _seconds_until(deadline: float) -> float:
+    return min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)

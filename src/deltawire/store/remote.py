@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import obstore
+from obstore.exceptions import NotModifiedError
 
 from ..errors import DataDamaged, DeltawireError, LimitExceeded, StoreError
 from ..events import OnEvent
+from ..format.content_hash import content_hash
 from .base import Buffer, ObjectInfo, Progress, Store, StoreOptions, as_pieces, check_create, check_key, check_prefix, failure, is_key
 from .remote_errors import CLIENT_ERRORS, bucket_missing, creation_failed, translated
 from .retry import Retry
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _PAGE = 1000  # S3's largest page of a listing, and largest batch of a deletion
 _PIECE = 1024 * 1024  # bytes of a range that are copied at a time: fewer cost time, more cost memory
+_LONGEST_TAG = 1024  # characters of an ETag that is sent back to the service
 _MOST_PARTS = 9_000  # S3 and GCS allow 10,000
 
 
@@ -65,17 +68,17 @@ class RemoteStore(Store):
         self._retry = replace(self._retry, on_event=on_event)
 
     def get(self, key: str, *, limit: int) -> bytes:
-        path = self._path(key)
+        found = self._get(key, limit, None)
+        assert found is not None
+        return found[0]
 
-        def attempt() -> bytes:
-            with self._translating("get", key):
-                result = obstore.get(self._clients.download, path)
-                size = result.meta["size"]
-                if size > limit:
-                    raise LimitExceeded(failure("get", key, self.url, f"it has {size} bytes, more than the {limit} allowed."))
-                return bytes(result.bytes())
-
-        return self._retry.call(attempt)
+    def get_if_changed(self, key: str, *, limit: int, tag: str | None) -> tuple[bytes, str] | None:
+        found = self._get(key, limit, tag)
+        if found is None:
+            return None
+        data, etag = found
+        new = etag if etag and len(etag) <= _LONGEST_TAG else content_hash(data)  # some proxies remove ETags
+        return None if new == tag else (data, new)
 
     def head(self, key: str) -> ObjectInfo:
         path = self._path(key)
@@ -154,6 +157,25 @@ class RemoteStore(Store):
 
     def _path(self, key: str) -> str:
         return self._root + check_key(key)
+
+    def _get(self, key: str, limit: int, unless: str | None) -> tuple[bytes, str | None] | None:
+        """Return an object and its ETag, or None if its ETag is `unless`."""
+        path = self._path(key)
+
+        def attempt() -> tuple[bytes, str | None] | None:
+            with self._translating("get", key):
+                try:
+                    result = obstore.get(self._clients.download, path, options={} if unless is None else {"if_none_match": unless})
+                except NotModifiedError:
+                    if unless is None:
+                        raise
+                    return None
+                size = result.meta["size"]
+                if size > limit:
+                    raise LimitExceeded(failure("get", key, self.url, f"it has {size} bytes, more than the {limit} allowed."))
+                return bytes(result.bytes()), result.meta["e_tag"]
+
+        return self._retry.call(attempt)
 
     @contextlib.contextmanager
     def _translating(self, operation: str, key: str) -> Iterator[None]:

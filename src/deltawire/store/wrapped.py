@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from .base import Buffer, ObjectInfo, Progress, Store
+from .link_estimate import LinkEstimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,25 @@ class WrappedStore(Store):
         named = tuple(keys)
         with self.watch(StoreCall("delete", "", len(named), keys=named)):
             self.inner.delete(named)
+
+    @property
+    def streams(self) -> int:
+        return self.inner.streams
+
+    @property
+    def link(self) -> LinkEstimate | None:
+        return self.inner.link
+
+    def get_if_changed(self, key: str, *, limit: int, tag: str | None) -> tuple[bytes, str] | None:
+        with self.watch(StoreCall("get_if_changed", key)):
+            return self.inner.get_if_changed(key, limit=limit, tag=tag)
+
+    def wait_for_change(self, key: str, *, limit: int, tag: str | None, timeout: float) -> tuple[bytes, str] | None:
+        with self.watch(StoreCall("wait_for_change", key)):
+            return self.inner.wait_for_change(key, limit=limit, tag=tag, timeout=timeout)
+
+    def doubt(self, key: str) -> None:
+        self.inner.doubt(key)
 
     def close(self) -> None:
         self.inner.close()

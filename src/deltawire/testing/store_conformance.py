@@ -13,6 +13,7 @@ class TestMyStore(StoreConformance):
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -304,6 +305,9 @@ class StoreConformance:
             lambda: store.put_if_absent(key, b""),
             lambda: store.put(key, b""),
             lambda: store.delete([key]),
+            lambda: store.get_if_changed(key, limit=1, tag=None),
+            lambda: store.wait_for_change(key, limit=1, tag=None, timeout=60),
+            lambda: store.doubt(key),
         ):
             with pytest.raises(StoreError) as raised:
                 attempt()
@@ -334,6 +338,75 @@ class StoreConformance:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(work, range(40)))
         assert len(list(store.list("thread/"))) == 40
+
+    def test_an_object_is_read_again_only_if_it_has_changed(self, store: Store, open_location: Callable[[], Store]) -> None:
+        tag: str | None = None
+        for data in (b"first", b"other", b"", b"first", b"other"):  # two contents of one size, and contents that come back
+            store.put("object", data)
+            found = store.get_if_changed("object", limit=5, tag=tag)
+            assert found is not None
+            assert found[0] == data
+            tag = found[1]
+            with open_location() as other:
+                assert other.get_if_changed("object", limit=5, tag=tag) is None
+                assert other.wait_for_change("object", limit=5, tag=tag, timeout=0) is None
+            again = store.get_if_changed("object", limit=5, tag=None)
+            assert again == (data, tag)
+
+    def test_looking_for_a_change_fails_like_reading(self, store: Store) -> None:
+        store.put("object", bytes(100))
+        for tag in (None, "x", '"x"', "0" * 64):
+            found = store.get_if_changed("object", limit=100, tag=tag)
+            assert found is not None
+            assert found[0] == bytes(100)
+            with pytest.raises(LimitExceeded):
+                store.get_if_changed("object", limit=99, tag=tag)
+            with pytest.raises(LimitExceeded):
+                store.wait_for_change("object", limit=99, tag=tag, timeout=60)
+            with pytest.raises(ObjectMissing):
+                store.get_if_changed("missing", limit=1, tag=tag)
+            with pytest.raises(ObjectMissing):
+                store.wait_for_change("missing", limit=1, tag=tag, timeout=0.001)
+
+    def test_whoever_waits_for_a_change_gets_it(self, store: Store, open_location: Callable[[], Store]) -> None:
+        """Stores may wait or look once. Both find each change if the caller repeats the call."""
+        answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        is_over = threading.Event()
+
+        def follow() -> None:
+            tag: str | None = None
+            with open_location() as mine:
+                while not is_over.is_set():
+                    try:
+                        found = mine.wait_for_change("object", limit=10, tag=tag, timeout=0.5)
+                    except ObjectMissing:
+                        found = None
+                    if found is not None:
+                        data, tag = found
+                        answers.put(data)
+                    else:
+                        is_over.wait(0.005)
+
+        with ThreadPoolExecutor(1) as pool:
+            following = pool.submit(follow)
+            try:
+                for number in range(8):
+                    store.put("object", b"value %d" % number, durable=False)
+                    assert answers.get(timeout=120) == b"value %d" % number
+                store.delete(["object"])
+                store.put("object", b"another")
+                assert answers.get(timeout=120) == b"another"
+            finally:
+                is_over.set()
+            following.result()
+
+    def test_advice_for_callers_is_usable(self, store: Store) -> None:
+        assert 1 <= store.streams <= 1024
+        assert store.link is None or store.link.streams >= 1
+        store.put("object", b"content")
+        store.doubt("object")
+        store.doubt("missing")
+        assert store.get("object", limit=7) == b"content"
 
     def test_closing_twice_is_fine(self, open_location: Callable[[], Store]) -> None:
         store = open_location()
