@@ -106,6 +106,17 @@ def sidecar(
             help="After each swap, read back everything, what was written, or (auto) what takes little time: auto, written, everything.",
         ),
     ] = Confirm.auto,
+    gpu_share: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-share",
+            min=0.001,
+            max=1,
+            metavar="SHARE",
+            help="Let decoding take this share of the GPU's time: 0.03 by default, 1 as fast as possible.",
+            show_default=False,
+        ),
+    ] = None,
     canary: CanaryOption = Canary.off,
     swap: Annotated[
         SwapBy, typer.Option("--swap", help="Swap in one call if the server can, or always by vLLM's routes, which takes longer.")
@@ -166,6 +177,7 @@ def sidecar(
                 one_call=swap is SwapBy.call,
                 options=reader_options(run, trust, reader=name, pin=pin),
                 threads=threads,
+                gpu_share=gpu_share,
                 on_event=on_event,
             )
         )

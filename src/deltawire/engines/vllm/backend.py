@@ -49,6 +49,7 @@ from .live.kept_bases import KeptBases
 from .live.live_updates import NOT_LEARNT, LiveUpdates
 from .live.live_weights import Confirm, LiveWeights
 from .live.peers import PeerBases
+from .live.staging_pace import DEFAULT_SHARE, StagingPace, memory_bandwidth
 from .live.update_types import Outcome, SwapOutcome
 from .ranks import failed_ranks, raises_for_all, share
 from .worker_model import WorkerModel
@@ -80,6 +81,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
         after the swap. "everything" reads all tensors back within the swap.
     threads
         Number of threads for decoding and digests. None means one per core; for decoding in the memory of a CPU server, it means one.
+    gpu_share
+        The share of a GPU's time that staging an update may take while the server generates. 1 means as much as it can get.
     """
 
     mirror: str | None = None
@@ -89,6 +92,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     trusted_keys: list[str] = field(default_factory=list)
     confirm: str = "auto"
     threads: int | None = None
+    gpu_share: float = DEFAULT_SHARE
 
 
 @dataclass
@@ -347,8 +351,11 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
     def _live_weights(self, info: InitInfo, spool: Path) -> LiveWeights:
         """Return the weights with new settings. Their layout and version stay."""
         threads = 1 if info.threads is None and self.device.type == "cpu" else info.threads
+        if not 0 < info.gpu_share <= 1:
+            raise EngineRefused(f"gpu_share must be above 0 and at most 1, not {info.gpu_share}.")
+        pace = StagingPace(info.gpu_share, memory_bandwidth(self.device))
         if self._weights is not None:
-            self._weights.set(confirm=_confirm(info), threads=threads)
+            self._weights.set(confirm=_confirm(info), threads=threads, pace=pace)
             return self._weights
         model = self._model
         self._bases = KeptBases(spool / "kept" / str(self.vllm_config.instance_id), model.checkpoint)
@@ -363,6 +370,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             load=model.load_module,
             confirm=_confirm(info),
             threads=threads,
+            pace=pace,
         )
 
     def _check_draft(self, seq: int) -> None:

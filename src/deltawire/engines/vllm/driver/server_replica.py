@@ -80,6 +80,8 @@ class ReplicaSettings:
         Public keys. A mirror that none of them signed is not used.
     staging_patience
         Seconds that the workers may take to stage a version.
+    gpu_share
+        The share of a GPU's time that staging may take. None leaves it to the workers.
     """
 
     url: str
@@ -91,6 +93,7 @@ class ReplicaSettings:
     threads: int | None = None
     trusted_keys: Sequence[str] = ()
     staging_patience: float = 600.0
+    gpu_share: float | None = None
 
 
 class ServerReplica:
@@ -253,6 +256,8 @@ class ServerReplica:
         """Return what the workers must know. Workers that load from a mirror need no access to the store."""
         settings = self._settings
         info: dict[str, Any] = {"spool": str(settings.spool.absolute()), "confirm": settings.confirm, "threads": settings.threads}
+        if settings.gpu_share is not None:
+            info["gpu_share"] = settings.gpu_share
         if self._mirror is not None:
             return info | {"mirror": str(settings.mirror.absolute())}
         return info | {"url": settings.url, "run": settings.run, "trusted_keys": list(settings.trusted_keys)}

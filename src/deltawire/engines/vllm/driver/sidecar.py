@@ -75,6 +75,9 @@ class Sidecar:
         Number of threads for decoding and digests. None means one per core.
     staging_patience
         Seconds that the workers may take to stage a version.
+    gpu_share
+        The share of a GPU's time that staging may take while the server generates. None means 0.03: generation slows down by less than 3%,
+        and 16 GB of weights take an H200 0.8 s instead of 0.2 s. 1 means as fast as possible.
     on_event
         Called with each event, on the thread where it happened.
     """
@@ -94,6 +97,7 @@ class Sidecar:
         options: ReaderOptions | None = None,
         threads: int | None = None,
         staging_patience: float = 600.0,
+        gpu_share: float | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
         options = options or ReaderOptions()
@@ -120,6 +124,7 @@ class Sidecar:
             threads=threads,
             trusted_keys=tuple(options.trusted_keys),
             staging_patience=staging_patience,
+            gpu_share=gpu_share,
         )
         self._canary = None if canary == "off" else ServerCanary(canary, self.routes, on_event)
         server = PausableServer(self.routes, pause, may_call_once=one_call)

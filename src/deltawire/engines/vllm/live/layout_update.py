@@ -39,8 +39,9 @@ from .direct_patches import DirectPatches
 from .direct_tensors import DirectTensors
 from .ownership import Decoders
 
-_TOGETHER = 16
-"""The number of files that a GPU decodes with one call."""
+MOST_FILES, PACED_FILES = 16, 4
+"""The number of files that a GPU decodes with one call. The second is for a staging that is spread over time, so that no call delays
+generation for long."""
 
 _WINDOW_BYTES = 256 << 20
 """The most bytes of a window, unless one block or tensor has more. Files with up to twice as many bytes in temporary memory are decoded
@@ -132,6 +133,8 @@ class LayoutUpdate:
         Number of threads for decoding on the host. None means one per core.
     decoders
         The workers that decode each tensor. None if there is one worker.
+    together
+        The number of files that a GPU decodes with one call.
     """
 
     def __init__(
@@ -142,6 +145,7 @@ class LayoutUpdate:
         *,
         threads: int | None = None,
         decoders: Decoders | None = None,
+        together: int = MOST_FILES,
     ) -> None:
         self._layout = layout
         self._source = source
@@ -149,6 +153,9 @@ class LayoutUpdate:
         self._threads = thread_count(threads)
         self._tied = direct.tied
         self._decoders = decoders
+        self._together = together
+        self.skipped = 0
+        """Elements in files that were added, but which only other workers decode."""
         self.unchecked = (Digest(), Digest())
         """Digests before and after of what only several workers together can check. The sums over all workers must be zero."""
         self._direct: Resolution | None = None
@@ -382,6 +389,7 @@ class LayoutUpdate:
         wholes: dict[str, torch.Tensor] = {}
         for window in windows:
             if decoders is not None and not decoders.includes(window.decoders):
+                self.skipped += sum(stop - start for start, stop in window.parts.values())
                 continue
             wholes = {name: wholes[name] if name in wholes else self._base(name) for name in window.parts}
             bases = {name: _part(wholes[name], *part) for name, part in window.parts.items()}
@@ -426,7 +434,7 @@ class LayoutUpdate:
         codec = codec_for(plan.tensors)
         if codec.prefers_whole_state and isinstance(plan, GroupedPlan):
             self._waiting.append(plan)
-            if len(self._waiting) == _TOGETHER:
+            if len(self._waiting) == self._together:
                 self._resolve_waiting()
             return
         if self._direct is None:

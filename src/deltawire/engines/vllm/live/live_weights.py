@@ -26,8 +26,9 @@ from ....tensors.gpu_handover import on_side_stream, synchronize_streams
 from ....tensors.state import state_digest
 from ..layout.types import ModuleRule, Scatter
 from .direct_tensors import DirectTensors
-from .layout_update import BaseSource, Layout, LayoutUpdate, ModuleLoad, base_of, some_memory
+from .layout_update import MOST_FILES, PACED_FILES, BaseSource, Layout, LayoutUpdate, ModuleLoad, base_of, some_memory
 from .ownership import Blocks, Decoders, Owned, find_owned
+from .staging_pace import StagingPace
 from .update_types import Agree, Claim, Digests, LiveVersion, Outcome, StagedUpdate, SwapOutcome
 
 logger = logging.getLogger("vllm.deltawire")
@@ -78,6 +79,8 @@ class LiveWeights:
         What is checked within a swap.
     threads
         Number of threads for decoding and digests on the host. None means one per core.
+    pace
+        Spreads the decoding of an update over time. None means that nothing waits.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class LiveWeights:
         load: Callable[[ModuleRule, Callable[[str], torch.Tensor], Callable[[str], torch.Tensor]], ModuleLoad] | None = None,
         confirm: Confirm = "auto",
         threads: int | None = None,
+        pace: StagingPace | None = None,
     ) -> None:
         self._model = model
         self._learn_layout = learn_layout
@@ -100,6 +104,7 @@ class LiveWeights:
         self._load = load
         self._confirm = confirm
         self._threads = threads
+        self._pace = pace or StagingPace(1, None)
         self.version: LiveVersion | None = None
         """The version that the weights have. None if it is unknown."""
         self.layout: Layout | None = None
@@ -169,7 +174,7 @@ class LiveWeights:
         assert self.layout is not None
         return frozenset(name for name, tensor in self.layout.tensors.items() if tensor.kind != "absent")
 
-    def set(self, *, confirm: Confirm, threads: int | None) -> None:
+    def set(self, *, confirm: Confirm, threads: int | None, pace: StagingPace) -> None:
         """Change settings. Layout and version stay.
 
         Parameters
@@ -178,8 +183,10 @@ class LiveWeights:
             What is checked within a swap.
         threads
             Number of threads for decoding and digests on the host. None means one per core.
+        pace
+            Spreads the decoding of an update over time.
         """
-        self._confirm, self._threads = confirm, threads
+        self._confirm, self._threads, self._pace = confirm, threads, pace
 
     @property
     def why_not(self) -> str | None:
@@ -271,19 +278,37 @@ class LiveWeights:
         """Return the changes of a hop, and the difference that they make to the digest of the whole state."""
         assert self.layout is not None
         decoders = self._decoders
-        update = LayoutUpdate(self.layout, self._source, self._direct_tensors, threads=self._threads, decoders=decoders)
+        update = LayoutUpdate(
+            self.layout,
+            self._source,
+            self._direct_tensors,
+            threads=self._threads,
+            decoders=decoders,
+            together=PACED_FILES if self._pace.waits else MOST_FILES,
+        )
         difference = Digest()
+        self._pace.begin()
         for entry in hop.files:
             names = self._covered(entry)
             if decoders is not None and not decoders.includes(decoders.any_of(names)):
                 before, after = delta_file.peek(peek(entry))  # other workers decode it; the digest of the target proves the sum
             else:
+                skipped = update.skipped
                 before, after = update.add(names, read(entry))
+                self._pace.after(self._elements(entry, names) - (update.skipped - skipped))
             difference += after - before
         update.complete()
         if version.digest + difference != hop.target.digest:
             raise ResultMismatch(f"the files of {hop.target.describe()} do not lead to its digest {hop.target.digest}.")
         return update, difference
+
+    def _elements(self, entry: FileEntry, names: Sequence[str]) -> float:
+        """Return the number of elements that a file covers, which may be parts of these tensors."""
+        assert self.layout is not None
+        specs = [self.layout.tensors[name].spec for name in names]
+        counts = [math.prod(spec.shape) for spec in specs]
+        nbytes = sum(count * spec.dtype.itemsize for count, spec in zip(counts, specs, strict=True))
+        return entry.raw * sum(counts) / max(nbytes, 1)
 
     def swap(self, staged: StagedUpdate, agree: Agree) -> SwapOutcome:
         """Write a staged update, together with all other workers. Never raises.
