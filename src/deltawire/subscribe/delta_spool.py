@@ -129,7 +129,8 @@ class DeltaSpool:
     def hop(self, base: CommitRef, seq: int) -> SpooledHop | None:
         """Return the hop from a commit to commit `seq`. None if it is not, or not completely, in the spool.
 
-        Raises `UnsupportedVersion` if a newer release of deltawire has written its manifest.
+        Raises `UnsupportedVersion` if a newer release of deltawire has written its manifest, and `SpoolError` if other users can write to
+        the directory: nothing else proves that the hop leads to a version of the chain.
 
         Parameters
         ----------
@@ -138,11 +139,13 @@ class DeltaSpool:
         seq
             The number of the commit that it leads to.
         """
-        with spool_errors(self.folder):
+        with spool_errors(self.folder), contextlib.suppress(FileNotFoundError):
+            _check_private(self.folder)
             found = read_manifest(self._manifest_path(base.seq, seq))
             if found is None or found.target.seq != seq or record_hash(found.base.to_bytes()) != base.commit:
                 return None
             return found if all(map(self._files.holds, found.files)) else None
+        return None
 
     def open(self, entry: FileEntry) -> memoryview:
         """Map a file of a hop, and compare it with its hash. The map stays valid after the file is deleted.
@@ -359,16 +362,18 @@ def default_spool(url: str, delta_bytes: int = 0) -> Path:
     name = blake3(url.encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltawire" / "spools"
     root = Path("/dev/shm") / f"deltawire-{os.getuid()}"
+    parents = [cache]
     with contextlib.suppress(OSError, SpoolError):
         _make_private(root)
-    for parent in (root, cache):
+        parents.append(root)  # otherwise another user has made it, and could put links and other files there
+    for parent in parents:
         with contextlib.suppress(OSError, SpoolError):
             remove_abandoned(parent)
             for other in parent.iterdir():  # some of its users have ended, perhaps
                 with contextlib.suppress(SpoolError):
                     DeltaSpool(other).drop_abandoned()
     with contextlib.suppress(OSError):
-        if shutil.disk_usage(root).free >= max(_ROOM * delta_bytes, _LEAST_ROOM):
+        if root in parents and shutil.disk_usage(root).free >= max(_ROOM * delta_bytes, _LEAST_ROOM):
             return root / name
     return cache / name
 
@@ -395,6 +400,11 @@ def _make_private(folder: Path) -> None:
     replace its files.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_private(folder)
+
+
+def _check_private(folder: Path) -> None:
+    """Raise `SpoolError` unless only this user can write to a directory."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise SpoolError(

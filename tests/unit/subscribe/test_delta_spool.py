@@ -355,6 +355,36 @@ def test_the_usual_directory_is_in_memory_if_there_is_room(monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+def test_a_directory_in_memory_that_others_can_write_to_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another user may have made it first, with links to the files of this one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(delta_spool.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
+    user = 10**9 + os.getpid()
+    monkeypatch.setattr(delta_spool.os, "getuid", lambda: user)
+    root, mine = Path(f"/dev/shm/deltawire-{user}"), tmp_path / "mine"
+    mine.mkdir()
+    (mine / "file").touch()
+    try:
+        (root / "x").mkdir(parents=True)
+        (root / "x" / "shards").symlink_to(mine)
+        assert default_spool("s3://a/b").parent == tmp_path / "cache" / "deltawire" / "spools"
+        assert (mine / "file").exists()
+    finally:
+        shutil.rmtree(root)
+
+
+def test_hops_in_a_directory_that_others_can_write_to_are_refused(tmp_path: Path) -> None:
+    chain = grown_chain()
+    spool = DeltaSpool(tmp_path / "spool")
+    hop, _ = put(spool, chain, 2)
+    spool.folder.chmod(0o770)
+    with pytest.raises(SpoolError, match="only this user can write to"):
+        other_process(spool).hop(chain.ref(1), 2)
+    spool.folder.chmod(0o700)
+    assert other_process(spool).hop(chain.ref(1), 2) == hop
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 def test_memory_that_killed_servers_of_other_chains_have_left_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_spool.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
     left = default_spool(f"s3://a/{os.getpid()}")
