@@ -123,3 +123,15 @@ def test_a_held_server_is_resumed_only_by_a_version(scene: Scene, is_one_call: b
     scene.server.failing = set()
     scene.sidecar.step()
     assert not scene.server.paused
+
+
+def test_a_version_of_another_chain_with_the_same_number_is_not_taken_for_the_one_that_is_wanted(one_call: Scene) -> None:
+    """The server follows another run. It refuses to load the version, and its answer is lost."""
+    seq = one_call.publish()
+    server = one_call.server
+    server.worker["seq"], server.commit, server.name = seq, "0" * 64, str(seq)
+    server.answers, server.lost = ["refused", "refused"], {"swap drop store", "swap drop mirror"}
+    with contextlib.closing(one_call.start()) as sidecar, contextlib.suppress(SwapFailed, EngineRefused, EngineUnreachable):
+        sidecar.step()
+    assert sidecar.served is None
+    assert one_call.report().state != SERVING or one_call.report().seq != seq

@@ -186,13 +186,10 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         if self._is_for_draft:
             self._check_draft(update_info.seq)
             return
-        found = self._bring(update_info.seq, anew=update_info.anew)
-        self._error, self._last = found.error, {"loaded_anew": 0, **found.times}
-        if found.outcome == "quarantined" and self._updates is not None:
-            self._updates.quarantine()
-        if found.outcome == "refused":
+        outcome = self._take(update_info)
+        if outcome == "refused":
             self._raise(EngineRefused, f"the workers did not take commit {update_info.seq}: nothing was changed")
-        elif found.outcome == "quarantined":
+        elif outcome == "quarantined":
             self._raise(EngineQuarantined, f"the workers failed to take commit {update_info.seq}")
 
     def finish_weight_update(self) -> None:
@@ -274,15 +271,11 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         anew
             True to load all weights, even if the worker's version is known.
         """
-        try:
-            self.receive_weights(UpdateInfo(int(seq), bool(anew)))
-        except EngineError as error:  # only the last worker raises, but all know of the failure
-            self._error = self._error or str(error)
+        outcome = self._take(UpdateInfo(int(seq), bool(anew)))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         status = self.status()
-        outcome: Outcome = "quarantined" if status["quarantined"] else "made" if status["seq"] == int(seq) else "refused"
-        return {**status, "outcome": outcome}
+        return {**status, "outcome": "quarantined" if status["quarantined"] else outcome}
 
     def forget(self) -> None:
         """Forget the version, because the weights were discarded or changed by other code."""
@@ -322,6 +315,14 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             "kept_bytes": 0 if self._bases is None else self._bases.nbytes,
             **({"live": False} if updates is None else updates.status()),
         }
+
+    def _take(self, update_info: UpdateInfo) -> Outcome:
+        """Bring this worker to a version, and note what became of it for the status."""
+        found = self._bring(update_info.seq, anew=update_info.anew)
+        self._error, self._last = found.error, {"loaded_anew": 0, **found.times}
+        if found.outcome == "quarantined" and self._updates is not None:
+            self._updates.quarantine()
+        return found.outcome
 
     def _bring(self, seq: int, *, anew: bool) -> SwapOutcome:
         """Bring this worker to a version. All workers take the same way."""
@@ -408,8 +409,13 @@ def _add_rpc_methods() -> None:
     def deltawire_prepare(worker: Any, seq: int) -> dict[str, Any]:
         return dict(worker.weight_transfer_engine.prepare(seq))
 
-    def deltawire_settle(worker: Any) -> dict[str, Any]:
+    def abandon_update(worker: Any) -> None:
+        """End an update by vLLM's routes that a client has begun and abandoned, also one of the draft model alone."""
         worker._weight_update_active = False
+        worker.weight_transfer_engine.reset_weight_update_target()
+
+    def deltawire_settle(worker: Any) -> dict[str, Any]:
+        abandon_update(worker)
         return deltawire_status(worker)
 
     def deltawire_learn(worker: Any, table: str) -> dict[str, Any]:
@@ -423,7 +429,7 @@ def _add_rpc_methods() -> None:
         return dict(worker.weight_transfer_engine.quarantine(reason))
 
     def deltawire_swap(worker: Any, seq: int, anew: bool = False) -> dict[str, Any]:
-        worker._weight_update_active = False  # an update by vLLM's routes may have been begun and abandoned
+        abandon_update(worker)
         with set_current_vllm_config(worker.vllm_config):
             answer = dict(worker.weight_transfer_engine.swap(seq, anew))
         if answer["outcome"] == "made":

@@ -39,7 +39,7 @@ from ...base import KvCache
 from ...swap.swap_controller import SwapController, SwapRecord, SwapState
 from .. import QUARANTINED_LABEL
 from .routes import EngineUnreachable, WorkerStatus
-from .server_update import OneCallUpdate, PausableServer, RoutesUpdate, ServerUpdate, label, worker_errors
+from .server_update import OneCallUpdate, PausableServer, RoutesUpdate, ServerUpdate, has_version, label, worker_errors
 
 _SHORTEST_WAIT, _LONGEST_WAIT, _LONGEST_FIRST_WAIT = 0.005, 0.25, 2.0
 """Seconds before a question whether the workers have staged a version. A version may be much smaller than the one before it."""
@@ -275,8 +275,7 @@ class ServerReplica:
         return None
 
     def _has(self, workers: Sequence[WorkerStatus], commit: Commit) -> bool:
-        has = all(worker["seq"] == commit.seq and not worker["quarantined"] for worker in workers)
-        return has and self._routes.weight_version() == label(Version.of(commit))
+        return all(has_version(worker, commit) for worker in workers) and self._routes.weight_version() == label(Version.of(commit))
 
     # The way of an update
 
@@ -370,7 +369,7 @@ class ServerReplica:
             self._routes.settle()
         version = Version.of(commit)
         kind = OneCallUpdate if self._server.one_call else RoutesUpdate
-        update = self.last_update = kind(self._server, version, anew=anew)
+        update = self.last_update = kind(self._server, commit, anew=anew)
         try:
             self.controller.swap(update, version)
         except EngineRefused as error:

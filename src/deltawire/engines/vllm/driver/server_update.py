@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from ....chain.version import Version
 from ....errors import EngineAsleep, EngineError, EngineRefused
+from ....format.records.record_parts import record_hash
+from ....format.records.version_records import Commit
 from ...base import KvCache
 from .routes import EngineUnreachable, PauseMode, RouteFailed, SwapAnswer, VllmRoutes, WorkerStatus
 
@@ -84,16 +86,17 @@ class ServerUpdate:
     ----------
     server
         The server, which the controller has paused.
-    version
+    commit
         The version to write.
     anew
         True to load all weights, even if their version is known.
     """
 
-    def __init__(self, server: PausableServer, version: Version, *, anew: bool = False) -> None:
+    def __init__(self, server: PausableServer, commit: Commit, *, anew: bool = False) -> None:
         self._server = server
         self._routes = server.routes
-        self._version = version
+        self._commit = commit
+        self._version = Version.of(commit)
         self._anew = anew
         self.workers: Sequence[WorkerStatus] = ()
         """The status of each worker after the update, as far as it is known."""
@@ -113,7 +116,7 @@ class ServerUpdate:
 
     def _has_written(self) -> bool:
         """Return whether a worker has new weights, complete or not. The server would serve complete ones under the old label."""
-        return any(worker["quarantined"] or worker["seq"] == self._version.seq for worker in self.workers)
+        return any(worker["quarantined"] or has_version(worker, self._commit) for worker in self.workers)
 
 
 class OneCallUpdate(ServerUpdate):
@@ -153,8 +156,8 @@ class OneCallUpdate(ServerUpdate):
     def _was_made(self) -> bool:
         """Ask a server whose answer was lost whether it has swapped. It answers when the swap has ended, whatever became of it."""
         self._ask()
-        has_version = all(worker["seq"] == self._version.seq and not worker["quarantined"] for worker in self.workers)
-        return has_version and self._routes.weight_version() == label(self._version)
+        is_complete = all(has_version(worker, self._commit) for worker in self.workers)
+        return is_complete and self._routes.weight_version() == label(self._version)
 
     def _ask(self) -> None:
         self.workers = self._routes.status()
@@ -184,6 +187,19 @@ class RoutesUpdate(ServerUpdate):
             self.workers = self._routes.settle()
         if self._has_written():
             raise EngineError("the workers do not keep the weights that they overwrite.")
+
+
+def has_version(worker: WorkerStatus, commit: Commit) -> bool:
+    """Return whether a worker has exactly this version. One of another chain can have the same number, and so the same label.
+
+    Parameters
+    ----------
+    worker
+        The status of the worker.
+    commit
+        The version.
+    """
+    return bool(worker["seq"] == commit.seq and worker.get("commit") == record_hash(commit.to_bytes()) and not worker["quarantined"])
 
 
 def label(version: Version) -> str:
