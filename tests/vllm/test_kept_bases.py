@@ -129,6 +129,7 @@ def test_a_writer_that_never_comes_is_an_error(workers: Callable[..., KeptBases]
     now = [0.0]
     reader = workers(sleep=lambda seconds: now.__setitem__(0, now[0] + 1), clock=lambda: now[0])
     (tmp_path / "kept" / "server").mkdir(parents=True)
+    reader._wanted = table_of(state, "a.weight")
     reader._path("a.weight").with_suffix(".claim").touch()
     assert reader.hold(table_of(state, "a.weight")) is None
     with pytest.raises(SpoolError, match="has not done so") as caught:
@@ -175,6 +176,33 @@ def test_a_checkpoint_without_the_tensors_or_too_many_of_them_is_refused(
     assert_holds(worker, state, ["c.bias"])
     assert worker.hold(table_of(state, "c.bias")) is None
     assert_holds(worker, state, ["c.bias"])
+
+
+def test_tensors_are_held_again_after_others_were_wanted(workers: Callable[..., KeptBases], state: State, tmp_path: Path) -> None:
+    now = [0.0]
+    options: Any = {"sleep": lambda seconds: now.__setitem__(0, now[0] + 1), "clock": lambda: now[0]}
+    one, two = workers(**options), workers(**options)
+    for names in (("a.weight", "c.bias"), ("c.bias",), ("a.weight", "c.bias")):  # the tables of two chains, by turns
+        for worker in (one, two):
+            assert worker.hold(table_of(state, *names)) is None
+        for worker in (one, two):
+            assert_holds(worker, state, names)
+    assert "is not in the checkpoint" in str(one.hold({"z": table_of(state)["c.bias"]}))
+    assert one.nbytes == 0
+    other = {"c.bias": np.arange(5, dtype=np.int16)}
+    one._checkpoint = two._checkpoint = lambda: saved(tmp_path / "other.safetensors", other)
+    assert two.hold(table_of(other)) is None  # as often as the other worker
+    for worker in (one, two):  # the same name with another type and shape
+        assert worker.hold(table_of(other)) is None
+    for worker in (one, two):
+        assert_holds(worker, other, other)
+
+
+def test_no_directory_is_needed_to_hold_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    worker = KeptBases(tmp_path / "file" / "server", lambda: pytest.fail("no checkpoint is needed"))
+    assert worker.hold({}) is None
+    worker.close()
 
 
 def leave(folder: Path) -> Path:

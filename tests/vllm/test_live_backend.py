@@ -304,6 +304,30 @@ def test_an_update_that_is_missing_or_damaged_in_the_spool_is_refused(tmp_path: 
         assert "is damaged" in damaged["error"]
         chain.put(1)  # fetches it again
         assert backend.swap(seq)["outcome"] == "made"
+        same = backend.swap(seq, anew=True)  # the commit of another chain can have this number, too
+        assert (same["outcome"], same["seq"]) == ("refused", seq)
+        assert "no URL was given" in same["error"]
+    backend.shutdown()
+
+
+def test_a_spool_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, *CASES["dense"], versions=2)
+    loaded = load_model(chain.checkpoints[0])
+    (tmp_path / "file").touch()
+    backend = start_backend(loaded, spool=str(tmp_path / "file" / "spool"))
+    seq = chain.put(1)
+    with loaded.active():
+        assert backend.learn(str(chain.spool.table_path))["live"]  # this model needs no memory in the spool
+        assert backend.adopt(chain.ref(0).plain())["seq"] == chain.commits[0].seq
+        assert backend.swap(seq)["outcome"] == "refused"
+        chain.spool.folder.chmod(0o777)  # other users could have put an update of their own there
+        backend.init_transfer_engine(type(backend._info)(spool=str(chain.spool.folder)))
+        backend.prepare(seq)
+        backend._updates._staging.wait()
+        assert "only this user can write to" in backend.status()["staging_error"]
+        assert (backend.swap(seq)["outcome"], backend.status()["seq"]) == ("refused", chain.commits[0].seq)
+        chain.spool.folder.chmod(0o700)
+        assert backend.swap(seq)["outcome"] == "made"
     backend.shutdown()
 
 

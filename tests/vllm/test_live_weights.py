@@ -553,3 +553,13 @@ def test_an_update_that_needs_a_module_loaded_anew_is_refused() -> None:
     with pytest.raises(EngineRefused, match="all weights must be loaded anew, because of module 'norm': it is computed from it"):
         worker.weights.stage(hop, worker.read)
     assert worker.held() == old
+
+
+def test_a_source_that_cannot_follow_a_swap_quarantines(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = FakeWorker(source=KeptState({}))
+    staged = worker.weights.stage(worker.step(), worker.read)
+    monkeypatch.setattr(KeptState, "settled", fail)  # such as a thread that cannot be started
+    found = worker.weights.swap(staged, alone)
+    assert found.outcome == "quarantined"
+    assert "injected" in (found.error or "")
+    assert worker.weights.is_quarantined

@@ -3,7 +3,7 @@
 A delta codes positions within runs of many elements, so a worker needs whole tensors to decode it, although tensor and expert parallelism
 give it only parts of them. What it does not hold, it reads here:
 
-    FOLDER/NAME.bin    one tensor, mapped into memory by every worker that needs it; NAME is a hash of the tensor's name
+    FOLDER/NAME.bin    one tensor, mapped into memory by every worker that needs it; NAME is a hash of its name, type and shape
     FOLDER/NAME.claim  made by the worker that writes this tensor: the first one that needed it
     FOLDER/alive       `flock` file; a folder that no process holds was left behind by a server that was killed
 
@@ -85,6 +85,8 @@ class KeptBases:
         self._files: dict[str, _KeptTensor] = {}
         self._claimed: set[str] = set()
         """The tensors that this worker writes."""
+        self._claims: set[Path] = set()
+        """The files that this worker has claimed. It writes them whenever they are wanted again."""
         self._generation = _CHANGING
         self._alive: list[FileLock] = []
         """The lock that shows that the folder is in use, as soon as there is a folder."""
@@ -112,17 +114,18 @@ class KeptBases:
         """
         try:
             self._finish()
-            self._wanted = wanted
+            self._wanted, self._claimed = wanted, set()
+            self._files.clear()  # a tensor of the same name may have another shape now
             needed = sum(map(_nbytes, wanted.values()))
             if self._most_bytes is not None and needed > self._most_bytes:
                 return f"{len(wanted)} tensors, such as {min(wanted)!r}, have {needed:,} bytes that cannot be read from the model"
             weights = self._checkpoint() if wanted else None
             if weights is not None and (reason := _lacks(weights, wanted)) is not None:
                 return reason
-            with spool_errors(self._folder):
-                self._open_folder()
-                self._claimed = {name for name in wanted if name in self._claimed or self._claim(name)}
             if weights is not None:
+                with spool_errors(self._folder):
+                    self._open_folder()
+                    self._claimed = {name for name in wanted if self._claim(name)}
                 self._fill(weights)
             return None
         except (DeltawireError, OSError) as error:
@@ -260,11 +263,14 @@ class KeptBases:
         self._sleep(_PAUSE)
 
     def _claim(self, name: str) -> bool:
-        """Return whether this worker is the first one that needs a tensor. It then writes the tensor."""
-        try:
-            os.close(os.open(self._path(name).with_suffix(".claim"), os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        except FileExistsError:
-            return False
+        """Return whether this worker is the first one that needed a tensor. It then writes the tensor."""
+        path = self._path(name).with_suffix(".claim")
+        if path not in self._claims:
+            try:
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            except FileExistsError:
+                return False
+            self._claims.add(path)
         return True
 
     def _open_folder(self) -> None:
@@ -273,7 +279,9 @@ class KeptBases:
             self._alive.append(hold_folder(self._folder, self._sleep))
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{blake3(name.encode()).hexdigest()[:32]}.bin"
+        spec = self._wanted[name]
+        key = f"{name}\0{spec.dtype.name}\0{spec.shape}"
+        return self._folder / f"{blake3(key.encode()).hexdigest()[:32]}.bin"
 
 
 class _KeptTensor:

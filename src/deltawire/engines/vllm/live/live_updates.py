@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..ranks import agree, failed_ranks, share, sum_of
 from .layout_update import Layout
 from .live_staging import LiveStaging
 from .live_weights import LiveWeights
-from .ownership import replicas_agree
+from .ownership import Blocks, replicas_agree
 from .peers import PeerBases
 from .update_types import LiveVersion, SwapOutcome
 
@@ -110,8 +110,7 @@ class LiveUpdates:
                 assert layout is not None
                 if self._peers is not None:
                     self._peers.connect(layout)
-                self.weights.own(*share(layout.blocks()), needed=share(self.weights.needed)[0])
-                reason = self.weights.why_not or self._find_digest()
+                reason = self._own(*share(layout.blocks()), share(self.weights.needed)[0]) or self._find_digest()
                 failed = failed_ranks(reason is not None)
             reason = reason or (f"the layout of workers {failed} cannot be updated" if failed else None)
         self.why_not = reason
@@ -258,6 +257,15 @@ class LiveUpdates:
             return self.weights.why_not
         except Exception as error:
             logger.exception("deltawire: the layout of the weights cannot be learnt")
+            return f"{type(error).__name__}: {error}"
+
+    def _own(self, held: Sequence[Blocks], rank: int, needed: Sequence[Collection[str]]) -> str | None:
+        """Find out what this worker owns. Returns why its weights cannot be updated, or None."""
+        try:
+            self.weights.own(held, rank, needed)
+            return self.weights.why_not
+        except Exception as error:
+            logger.exception("deltawire: the layout of the weights cannot be used")
             return f"{type(error).__name__}: {error}"
 
     def _find_digest(self) -> str | None:

@@ -363,9 +363,10 @@ class LiveWeights:
         with _timed(times, "agree_ms"):
             failed = _ask(agree, None, errors, since=attempts)
         if not failed:
-            with _timed(times, "note_ms"):
+            with _timed(times, "note_ms"), _noting(errors):
                 self._note_made(staged)
-            return "made"
+                return "made"
+            return "quarantined"
         if update is None:
             return "refused"
         attempts = len(errors)
@@ -498,6 +499,8 @@ class LiveWeights:
             reason = "there is no other source for them"
         if reason is None:
             return None
+        if not wanted:
+            return reason
         first = layout.tensors[min(wanted)]
         return f"{len(wanted)} tensors, such as {min(wanted)!r}, cannot be read from memory ({first.reason or first.kind}), and {reason}"
 
