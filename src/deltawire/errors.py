@@ -75,6 +75,7 @@
     │   ├── UnusableSettings        settings do not fit the model, for example too long completions
     │   ├── UnusableModelFiles      members cannot build the model: its config or tokenizer is missing
     │   └── TrainingFailed          training fails even without the suspicious results
+    ├── UnusablePlan                a number that the planner was given cannot be used
     └── CodecUnavailable            the requested codec cannot run on this machine
 
 Every error except `EngineQuarantined` leaves the state unchanged. If `retryable` is true, the same call may succeed later although nothing
@@ -574,6 +575,12 @@ class TrainingFailed(TrainingError):
     """Training fails even without the suspicious results. Nothing of the failed step was published."""
 
     hint = 'Read the events "step-skipped" and "rollout-rejected", correct the causes that they name, and start the trainer again.'
+
+
+class UnusablePlan(DeltawireError):
+    """A number or a name that the planner was given cannot be used."""
+
+    hint = "Correct it, and plan again."
 
 
 class CodecUnavailable(DeltawireError):

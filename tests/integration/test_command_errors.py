@@ -129,7 +129,7 @@ def test_a_directory_that_may_not_be_read_is_one_line(chain: Path) -> None:
 
 
 _CHAIN_COMMANDS = ("publish", "pull", "follow", "sidecar", "log", "show", "verify", "gc", "keygen")
-_COMMANDS = (*_CHAIN_COMMANDS, "member", "fleet", "members", "rollouts", "top", "diff", "apply", "inspect")
+_COMMANDS = (*_CHAIN_COMMANDS, "member", "fleet", "members", "rollouts", "plan", "top", "diff", "apply", "inspect")
 
 
 def test_help_names_every_command_and_exit_code() -> None:

@@ -24,6 +24,7 @@ LAYERS = [
     {"chain"},
     {"publish", "subscribe"},
     {"fleet"},
+    {"planning"},
     {"engines"},
     {"trainers"},
     {"rl"},

@@ -33,6 +33,7 @@ from .commands import (
     log,
     member,
     members,
+    plan,
     publish,
     pull,
     rollouts,
@@ -76,6 +77,7 @@ app.command("member", cls=PlainCommand, rich_help_panel=_FLEET)(member.member)
 app.command("fleet", cls=PlainCommand, rich_help_panel=_FLEET)(fleet.fleet)
 app.command("members", cls=PlainCommand, rich_help_panel=_FLEET)(members.members)
 app.command("rollouts", cls=PlainCommand, rich_help_panel=_FLEET)(rollouts.rollouts)
+app.command("plan", cls=PlainCommand, rich_help_panel=_FLEET)(plan.plan)
 app.command("top", cls=PlainCommand, rich_help_panel=_FLEET)(top.top)
 app.command("diff", cls=PlainCommand, rich_help_panel=_FILES)(diff.diff)
 app.command("apply", cls=PlainCommand, rich_help_panel=_FILES)(apply.apply)
