@@ -10,6 +10,7 @@ memory         the memory of this process
 remote         services behind obstore, with clients from providers and errors from remote_errors
 retry          repetition of failed requests
 link_estimate  the measured link to a store
+stream_gate    how many transfers run at the same time
 wrapped        a store in front of another one
 probe          checks whether a store is suitable
 occupancy      what a location holds before it is used

@@ -28,6 +28,9 @@ MAX_CREATE_BYTES = 64 * 1024
 _KEY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}(?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,199})*")
 MAX_KEY = 512
 
+MULTIPART_STREAMS = 16
+"""The most pieces of one multipart upload that are sent at the same time."""
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
@@ -52,7 +55,7 @@ class ObjectInfo:
 class StoreOptions:
     """Say how to reach a store. The defaults suit a data centre and also work over a slow line.
 
-    A transfer holds at most `streams` times `multipart_bytes` in memory, in addition to the caller's own buffers.
+    An upload in pieces holds at most 16 times `multipart_bytes` in memory, in addition to the caller's own buffers.
 
     Parameters
     ----------
@@ -61,9 +64,10 @@ class StoreOptions:
     retries
         How many times a failed request is repeated, with growing random pauses.
     streams
-        How many pieces of one large transfer are sent or fetched at the same time.
+        The most transfers of objects, or of pieces of them, that run at the same time in each direction. Four run at first. The number
+        follows the measured link: it grows while goodput grows, and shrinks when goodput falls or transfers fail.
     multipart_bytes
-        The size of these pieces, in bytes. At least 5 MiB, the smallest that S3 accepts.
+        The size of pieces, in bytes. At least 5 MiB, the smallest that S3 accepts for uploads. Downloads may use smaller ones.
     endpoint
         The address of the service. None uses AWS_ENDPOINT_URL and similar variables, then the provider's own address.
     region
@@ -76,7 +80,7 @@ class StoreOptions:
 
     timeout: float = 30.0
     retries: int = 6
-    streams: int = 16
+    streams: int = 64
     multipart_bytes: int = 8 * 1024 * 1024
     endpoint: str | None = None
     region: str | None = None

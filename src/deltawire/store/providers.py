@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from ..errors import StoreDenied, StoreError
-from .base import StoreOptions
+from .base import MULTIPART_STREAMS, StoreOptions
 from .remote import Clients, RemoteStore
 from .remote_errors import CLIENT_ERRORS, first_sentence
 
@@ -110,7 +110,7 @@ def _remote(
 ) -> RemoteStore:
     common: ClientConfig = {"allow_http": _plain_http(endpoint, options), **_without_proxy(endpoint)}
     timeout = timedelta(seconds=options.timeout)
-    upload = timedelta(seconds=options.timeout + options.streams * options.multipart_bytes / _SLOWEST)
+    upload = timedelta(seconds=options.timeout + MULTIPART_STREAMS * options.multipart_bytes / _SLOWEST)
     once: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
     parts: RetryConfig = {"max_retries": options.retries, "retry_timeout": upload * (options.retries + 1)}
     location = f"{url}/{prefix}" if prefix else url

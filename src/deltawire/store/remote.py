@@ -18,19 +18,38 @@ from typing import TYPE_CHECKING
 import obstore
 from obstore.exceptions import NotModifiedError
 
-from ..errors import DataDamaged, DeltawireError, LimitExceeded, StoreError
+from ..errors import DataDamaged, DeltawireError, LimitExceeded, StoreError, StoreUnavailable
 from ..events import OnEvent
 from ..format.content_hash import content_hash
-from .base import Buffer, ObjectInfo, Progress, Store, StoreOptions, as_pieces, check_create, check_key, check_prefix, failure, is_key
+from .base import (
+    MAX_CREATE_BYTES,
+    MULTIPART_STREAMS,
+    Buffer,
+    ObjectInfo,
+    Progress,
+    Store,
+    StoreOptions,
+    as_pieces,
+    check_create,
+    check_key,
+    check_prefix,
+    failure,
+    is_key,
+)
+from .link_estimate import LinkEstimate
 from .remote_errors import CLIENT_ERRORS, bucket_missing, creation_failed, translated
 from .retry import Retry
+from .stream_gate import StreamGate, Transfer
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
 _PAGE = 1000  # S3's largest page of a listing, and largest batch of a deletion
-_PIECE = 1024 * 1024  # bytes of a range that are copied at a time: fewer cost time, more cost memory
+_PIECE = 1  # the fewest bytes that the client library hands over at once; with more, it loses some at a cut
+_REPORT = 256 * 1024  # bytes that are reported at a time
+_SMALLEST_RANGE = 256 * 1024  # objects are not cut into smaller ranges, since every request costs time and money
+_SMALL = MAX_CREATE_BYTES  # transfers up to this size do not wait for others, since records must not be late
 _LONGEST_TAG = 1024  # characters of an ETag that is sent back to the service
 _MOST_PARTS = 9_000  # S3 and GCS allow 10,000
 
@@ -61,7 +80,19 @@ class RemoteStore(Store):
         self._root = f"{prefix}/" if prefix else ""
         self._options = options
         self._retry = retry or Retry(options.retries)
+        self._down = StreamGate(most=options.streams)
+        self._up = StreamGate(most=options.streams)
         self._pool = ThreadPoolExecutor(options.streams, thread_name_prefix="deltawire-read")  # starts no thread before the first use
+
+    @property
+    def streams(self) -> int:
+        return max(self._down.width, self._up.width)
+
+    @property
+    def link(self) -> LinkEstimate:
+        """The measured link: that of downloads, or of uploads if nothing was downloaded yet."""
+        down = self._down.estimate()
+        return self._up.estimate() if down.goodput is None and down.failures == 0 else down
 
     def listen(self, on_event: OnEvent | None) -> None:
         """Report every request that is about to be repeated, as an event "retrying"."""
@@ -95,7 +126,7 @@ class RemoteStore(Store):
         if not target:
             self.head(key)  # services do not support empty ranges
             return
-        step = self._options.multipart_bytes
+        step = self._range_bytes(len(target))
         parts = [(offset + start, target[start : start + step]) for start in range(0, len(target), step)]
         if len(parts) == 1:
             self._read_part(key, *parts[0], progress)
@@ -185,24 +216,51 @@ class RemoteStore(Store):
             # The cause is left out because its text holds addresses, which may hold signatures.
             raise translated(error, operation, key, self.url, self._endpoint) from None
 
+    def _range_bytes(self, size: int) -> int:
+        """Return the size of ranges for an object: small enough to use all free streams, but not so small that requests cost more."""
+        return min(max(-(-size // max(1, self._down.free)), _SMALLEST_RANGE), self._options.multipart_bytes)
+
     def _read_part(self, key: str, start: int, part: memoryview, progress: Progress | None) -> None:
+        """Read a range. After a cut, continue at the first byte that is missing."""
         path = self._path(key)
+        filled = reported = 0
 
         def attempt() -> None:
-            filled = 0
-            with self._translating("read", key):
+            nonlocal filled, reported
+            if filled == len(part):  # the connection was cut after the last byte
+                return
+            with self._streaming(self._down, len(part)) as transfer, self._translating("read", key):
+                options = {"range": (start + filled, start + len(part))}
+                answer = obstore.get(self._clients.download, path, options=options)  # type: ignore[arg-type]
+                transfer.first_byte()
                 # Read in pieces, so that a server that sends too much does not cost memory.
-                for piece in obstore.get(self._clients.download, path, options={"range": (start, start + len(part))}).stream(_PIECE):
+                for piece in answer.stream(_PIECE):
                     if filled + len(piece) > len(part):
                         raise DataDamaged(failure("read", key, self.url, f"more came than the {len(part)} bytes that were asked for."))
                     part[filled : filled + len(piece)] = memoryview(piece)
                     filled += len(piece)
+                    if filled - reported >= _REPORT or filled == len(part):
+                        transfer.moved(filled - reported)
+                        if progress is not None:
+                            progress(filled - reported)
+                        reported = filled
             if filled < len(part):
                 raise DataDamaged(failure("read", key, self.url, f"it ends at byte {start + filled}, before {start + len(part)}."))
 
-        self._retry.call(attempt)
-        if progress is not None:
-            progress(len(part))
+        self._retry.call(attempt, progress=lambda: filled)
+
+    @contextlib.contextmanager
+    def _streaming(self, gate: StreamGate, size: int) -> Iterator[Transfer]:
+        """Wait until the gate lets a transfer begin, and report its failure. Small transfers do not wait, and are not measured."""
+        if size <= _SMALL:
+            yield Transfer(None)
+            return
+        with gate.transfer() as transfer:
+            try:
+                yield transfer
+            except StoreUnavailable:
+                transfer.failed()
+                raise
 
     def _put_whole(self, key: str, whole: memoryview, progress: Progress | None) -> None:
         """Send data that are completely in memory. After a failure all of them can be sent again."""
@@ -210,8 +268,9 @@ class RemoteStore(Store):
         step = self._options.multipart_bytes
 
         def send() -> None:
-            with self._translating("put", key):
+            with self._streaming(self._up, len(whole)) as transfer, self._translating("put", key):
                 obstore.put(self._clients.upload, path, whole, use_multipart=False)
+                transfer.moved(len(whole))
 
         def send_parts() -> None:
             self._put_parts(key, (whole[start : start + step] for start in range(0, len(whole), step)), len(whole))
@@ -233,7 +292,7 @@ class RemoteStore(Store):
                 pieces,
                 use_multipart=True,
                 chunk_size=multipart_bytes,
-                max_concurrency=self._options.streams,
+                max_concurrency=min(MULTIPART_STREAMS, self._options.streams),
             )
 
     def _pages(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:

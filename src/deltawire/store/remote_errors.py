@@ -30,6 +30,7 @@ _STATUS = re.compile(r"status code: (\d{3})([^\n]*)")
 _SERVICE_CODE = re.compile(r"<Code>([^<]{1,64})</Code>")
 _CONNECTION = re.compile(r"HttpError \{\s*kind: (\w+)")
 _PAST_THE_END = re.compile(r"Wanted range starting at \d+, but object was only \d+ bytes long")
+_OTHER_RANGE = re.compile(r"Requested \d+\.\.\d+, got \d+\.\.\d+")
 _ADDRESS = re.compile(r"https?://\S+")  # may hold a signature
 _METADATA_SERVICE = "169.254."  # machines ask here for their role's credentials; if it does not answer, there are none
 
@@ -56,6 +57,8 @@ def translated(error: Exception, operation: str, key: str, url: str, endpoint: s
             kind = StoreUnavailable if code == "NoSuchUpload" else StoreError
     elif status == 416 or _PAST_THE_END.search(str(error)):
         kind, why = DataDamaged, "it ends before the range that was asked for."
+    elif status is None and _OTHER_RANGE.search(str(error)):
+        kind, why = DataDamaged, "the service sent another range than was asked for."
     else:
         kind = _kind(error, status, code)
     return kind(failure(operation, key, url, why))

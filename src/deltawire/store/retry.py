@@ -30,12 +30,25 @@ class Retry:
     draw: Callable[[], float] = random.random  # in [0, 1)
     on_event: OnEvent | None = None
 
-    def call(self, attempt: Callable[[], T]) -> T:
-        """Return the result of the first attempt that succeeds, or raise the error of the last one after `retries` repetitions."""
-        for repetition in range(self.retries):
+    def call(self, attempt: Callable[[], T], *, progress: Callable[[], int] | None = None) -> T:
+        """Return the result of the first attempt that succeeds, or raise the error of the last one after `retries` repetitions.
+
+        Parameters
+        ----------
+        attempt
+            Sends the request.
+        progress
+            Returns how much all attempts have achieved so far. If it has changed, the count of repetitions begins again.
+        """
+        repetition, done = 0, progress() if progress is not None else 0
+        while True:
             try:
                 return attempt()
             except StoreUnavailable as error:
+                if progress is not None and (now := progress()) != done:
+                    repetition, done = 0, now
+                if repetition >= self.retries:
+                    raise
                 emit(self.on_event, "retrying", reason=str(error), attempt=repetition + 2, attempts=self.retries + 1)
                 self.sleep(min(self.longest, self.first * 2**repetition) * (1 + self.draw()) / 2)
-        return attempt()
+                repetition += 1
