@@ -66,7 +66,9 @@ class RankPair:
         self._connections: list[Any] = []
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(_PATIENCE)
-            arguments = [str(listener.getsockname()[1]), str(folder / "group")]
+            port = listener.getsockname()[1]
+            self._shared = f"deltawire-test-{os.getpid()}-{port}"
+            arguments = [str(port), str(folder / "group"), self._shared]
             self._ids = [nursery.run(Path(__file__), [str(rank), *arguments], log) for rank, log in enumerate(self._logs)]
             for _ in self._ids:
                 connection = listener.accept()[0]
@@ -93,6 +95,8 @@ class RankPair:
             connection.close()
         for each in self._ids:
             self._nursery.kill(each)
+        for path in Path("/dev/shm").glob(f"vllm_dist_{self._shared}-*"):  # vLLM leaves it if a worker is killed
+            path.unlink()
 
 
 # The worker
@@ -151,10 +155,10 @@ def _fail_once(patch: Any) -> None:
     patch.setattr(LayoutUpdate, "check", fail)
 
 
-def _work(rank: int, port: int, group: str) -> None:
+def _work(rank: int, port: int, group: str, shared: str) -> None:
     from loaded_models import join_workers
 
-    os.environ["VLLM_DIST_IDENT"] = f"{os.getppid()}-{port}"  # vLLM's worker names the memory for messages between ranks in this way
+    os.environ["VLLM_DIST_IDENT"] = shared  # it names the memory for messages between ranks; vLLM's worker sets it too
     join_workers(RANKS, rank, f"file://{group}")
     with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rw") as stream:
         for line in stream:
@@ -167,4 +171,4 @@ def _work(rank: int, port: int, group: str) -> None:
 
 
 if __name__ == "__main__":
-    _work(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    _work(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
