@@ -47,7 +47,17 @@ def test_a_log_prob_that_is_not_a_number_is_found() -> None:
         check_decoding(Server(float("nan")))
 
 
-@pytest.mark.parametrize("answer", [{}, {"choices": []}, {"choices": [{"index": 0}] * 4}, {"choices": None}, None, []])
+def choices(index: Any, tokens: list[int], logprobs: list[Any]) -> dict[str, Any]:
+    """Return an answer for four prompts of eight tokens."""
+    told = {"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}, "finish_reason": "length", "prompt_logprobs": [None] * 8}
+    return {"choices": [{"index": index, **told}] * 4}
+
+
+UNREADABLE = [{}, {"choices": []}, {"choices": [{"index": 0}] * 4}, {"choices": None}, None, []]
+NONSENSE = [choices(float("inf"), [1], [-1.0]), choices(0, [1], [10**400]), choices(0, [], [])]
+
+
+@pytest.mark.parametrize("answer", [*UNREADABLE, *NONSENSE])
 def test_an_answer_that_cannot_be_read_is_an_error(answer: Any) -> None:
     server = Server()
     server.complete = lambda body: answer  # type: ignore[method-assign]

@@ -162,7 +162,9 @@ def _widened(most_difference: float, most_mean: float, usual: CanaryResult | Non
 
 
 def _judge(what: str, differences: Sequence[float], most_difference: float, most_mean: float) -> CanaryResult:
-    """Return the result, or raise `DecodingDiffers` if the differences are too large or not numbers."""
+    """Return the result. Raises `DecodingDiffers` if the differences are too large or not numbers, and `EngineError` if there are none."""
+    if not differences:
+        raise EngineError("the vLLM server has generated no tokens.")
     # `max` and comparisons give no useful result for values that are not numbers, so these count as infinite.
     known = [math.inf if math.isnan(each) else each for each in differences]
     result = CanaryResult(max(known), statistics.fmean(known), len(known))
@@ -188,7 +190,7 @@ def _choices(server: Completions, prompts: Sequence[Sequence[int]], more: Mappin
     answer = server.complete(body)
     try:
         found = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise EngineError(f"the answer of the vLLM server cannot be read: {error!r}.") from error
     if len(found) != len(prompts):
         raise EngineError(f"the vLLM server answered {len(found)} of {len(prompts)} prompts.")
@@ -207,5 +209,5 @@ def _prompt_logprobs(server: Completions, recorded: Sequence[RecordedTokens]) ->
             ]
             for choice, each in zip(choices, recorded, strict=True)
         ]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise EngineError(f"the log-probs of a prompt cannot be read: {error!r}.") from error

@@ -57,7 +57,7 @@ def read_choice(choice: Mapping[str, Any]) -> LabelledTokens:
         logprobs = [float(each["logprob"]) for each in told["content"]] if "content" in told else list(map(float, told["token_logprobs"]))
         found = choice.get("weight_versions")
         spans = None if found is None else tuple(LabelledSpan(int(one["start"]), int(one["end"]), str(one["version"])) for one in found)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise EngineError(f"the answer of the vLLM server cannot be read: {error!r}.") from error
     if len(logprobs) != len(tokens) or reason not in ("stop", "length"):
         raise EngineUnavailable(f"the vLLM server ended a completion early ({reason}).")
