@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,15 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
 from deltawire.engines.vllm import QUARANTINED_LABEL, engine_core, engine_holds
 from deltawire.engines.vllm.engine_core import engine_state, swap_between_steps
+
+
+class ExecutorDouble:
+    def __init__(self, call: Callable[..., list[Any]]) -> None:
+        self.is_sleeping = False
+        self.collective_rpc = call
+
+    def sleep(self, level: int = 1) -> None:
+        self.is_sleeping = level > 0
 
 
 def core_class() -> Any:
@@ -35,13 +45,14 @@ def core_class() -> Any:
             self.batch_queue = None
             self.input_queue: queue.Queue[Any] = queue.Queue()
             self.workers: list[dict[str, Any]] = [{"seq": 3, "quarantined": False, "outcome": "made"} for _ in range(2)]
-            self.model_executor = SimpleNamespace(is_sleeping=False, collective_rpc=self._call)
+            self.model_executor = ExecutorDouble(self._call)
             self.label = "3"
-            self.forgotten = 0
+            self.forgotten = self.stopped = 0
+            self.falls_asleep: Callable[[], None] | None = None
 
         def _call(self, method: Any, timeout: Any = None, arguments: Any = ()) -> list[Any]:
-            if method is engine_holds._forget:
-                self.forgotten += 1
+            self.forgotten += method is engine_holds._forget
+            self.stopped += method is engine_holds._stop_staging
             if method == "deltawire_quarantine":
                 self.workers = [{**worker, "seq": None, "quarantined": True, "error": arguments[0]} for worker in self.workers]
             return self.workers
@@ -54,7 +65,9 @@ def core_class() -> Any:
 
         def sleep(self, level: int = 1, mode: str = "abort") -> None:
             self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-            self.model_executor.is_sleeping = level > 0
+            self.falls_asleep = lambda: self.model_executor.sleep(level)
+            if mode == "abort":
+                self.falls_asleep()
 
         def wake_up(self, tags: Any = None) -> bool:
             self.model_executor.is_sleeping = False
@@ -129,6 +142,39 @@ def test_weights_that_a_sleep_discards_are_no_version(hold: None, level: int, fo
     assert core.wake_up()
     assert engine_state(core)["held"] == (engine_holds.SLEPT if forgets else None)
     assert engine_state(core)["paused"] == forgets
+
+
+def test_an_engine_that_finishes_its_requests_first_forgets_its_weights_when_it_falls_asleep() -> None:
+    """An update that is made meanwhile must be forgotten, too."""
+    core = core_class()()
+    core.sleep(2, "wait")
+    assert (core.forgotten, core.label) == (0, "3")
+    core.falls_asleep()
+    assert (core.forgotten, core.label) == (1, QUARANTINED_LABEL)
+
+
+def test_an_engine_that_falls_asleep_reads_its_weights_no_more() -> None:
+    core = core_class()()
+    core.collective_rpc("deltawire_prepare", None, (4,))
+    core.sleep(1)
+    assert (core.stopped, core.forgotten) == (1, 0)
+    for method in ("deltawire_learn", "deltawire_adopt", "deltawire_prepare"):
+        with pytest.raises(RuntimeError, match="asleep"):
+            core.collective_rpc(method, None, (4,))
+    core.wake_up()
+    core.collective_rpc("deltawire_prepare", None, (4,))
+    core.sleep(1)
+    assert core.stopped == 2
+
+
+@pytest.mark.parametrize("method", ["reset_weights", "reload_weights"])
+def test_weights_that_vllm_writes_by_itself_are_no_version(method: str) -> None:
+    core = core_class()()
+    core.collective_rpc(method)
+    assert (core.forgotten, core.label) == (1, QUARANTINED_LABEL)
+    other = core_class()(backend="other")
+    other.collective_rpc(method)
+    assert (other.forgotten, other.label) == (0, "3")
 
 
 def test_without_a_hold_an_engine_wakes_up_as_before() -> None:

@@ -13,6 +13,7 @@ from tiny_checkpoints import TinyModel, runtime_hashes
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.routes import Routes
 from deltawire.engines import KvCache
+from deltawire.engines.vllm import QUARANTINED_LABEL
 from deltawire.format.digest import Digest
 from deltawire.store import open_store
 from deltawire.subscribe.delta_spool import DeltaSpool
@@ -87,3 +88,14 @@ def test_a_server_follows_a_chain_in_its_live_memory(
         assert answer.outcome == "made", answer
         assert [worker["last"]["loaded_anew"] for worker in answer.workers] == [int(anew)] * ranks
         assert server.routes.checksums() == runtime_hashes(run.state, ranks)
+
+    # vLLM writes to the weights by itself. They are those of no version then, also if an update was staged before.
+    version = run.publish()
+    server.routes.prepare(version.seq)
+    server.routes._post("/weight_checker", {"action": "reset"})
+    assert server.routes.weight_version() == QUARANTINED_LABEL
+    assert [(worker["seq"], worker["staged"]) for worker in server.routes.status()] == [(None, None)] * ranks
+    answer = server.routes.swap(version.seq, str(version.seq), KvCache.DROP)
+    assert [worker["last"]["loaded_anew"] for worker in answer.workers] == [1] * ranks
+    assert server.routes.checksums() == runtime_hashes(run.state, ranks)
+    assert server.routes.weight_version() == str(version.seq)

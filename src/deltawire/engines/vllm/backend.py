@@ -284,6 +284,11 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         elif self._weights is not None:
             self._weights.forget()
 
+    def stop_staging(self) -> None:
+        """Drop the staged update, and return when this worker does not read its weights any more."""
+        if self._updates is not None:
+            self._updates.stop_staging()
+
     def quarantine(self, reason: str) -> dict[str, Any]:
         """Take the weights for unknown, because they or their results are wrong. The next update loads everything.
 

@@ -34,6 +34,10 @@ from . import QUARANTINED_LABEL, engine_holds, engine_watch
 SWAP, STATUS, LEASE, QUARANTINE = "deltawire_swap", "deltawire_status", "deltawire_lease", "deltawire_quarantine"
 ADAPTERS = "deltawire_adapters"
 """The names of the calls that EngineCore treats in its own way. All others go to the workers unchanged."""
+READING = ("deltawire_learn", "deltawire_adopt", "deltawire_prepare")
+"""Calls that read the weights. An engine that is asleep has none in its memory, so it refuses them."""
+FOREIGN = ("reset_weights", "reload_weights")
+"""Calls of vLLM that write to the weights. They are those of no known version afterwards."""
 
 NEEDED = ("collective_rpc", "set_weight_version", "get_weight_version", "reset_encoder_cache", "step", "step_with_batch_queue")
 """The attributes that the class EngineCore must have."""
@@ -71,6 +75,10 @@ def install(core_class: type) -> bool:
             return engine_watch.quarantine(core, str(args[0]))
         if method == "start_weight_update":
             engine_holds.check_lease(core)
+        if method in READING and core.model_executor.is_sleeping:
+            raise RuntimeError("the server is asleep, so its weights cannot be read")
+        if method in FOREIGN and engine_holds.uses_backend(core):
+            engine_holds.forget(core)
         answers: list[Any] = original(core, method, timeout, args, kwargs)
         if method == "finish_weight_update" and engine_holds.uses_backend(core):
             engine_watch.begin(core)

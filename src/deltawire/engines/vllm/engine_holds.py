@@ -78,10 +78,8 @@ def install(core_class: Any, loop_class: Any) -> bool:
 
     @functools.wraps(sleep)
     def sleep_and_forget(core: Any, level: int = 1, *arguments: Any, **options: Any) -> Any:
-        if level >= 2 and uses_backend(core):
-            core.model_executor.collective_rpc(_forget)
-            core.set_weight_version(QUARANTINED_LABEL)
-            core.deltawire_hold = SLEPT
+        if uses_backend(core):
+            _prepare_sleep(core)
         return sleep(core, level, *arguments, **options)
 
     @functools.wraps(wake_up)
@@ -225,6 +223,44 @@ def uses_backend(core: Any) -> bool:
 
 def _wants_hold() -> bool:
     return os.environ.get(HOLD_VARIABLE, "") not in ("", "0")
+
+
+def forget(core: Any) -> None:
+    """Let the workers forget their version, because other code writes to their weights now. The label says so, too.
+
+    Parameters
+    ----------
+    core
+        The EngineCore, on its own thread.
+    """
+    core.model_executor.collective_rpc(_forget)
+    core.set_weight_version(QUARANTINED_LABEL)
+
+
+def _prepare_sleep(core: Any) -> None:
+    """Let the workers stop reading their memory, and forget weights that are discarded, at the moment when the engine falls asleep.
+
+    If it waits for its requests first, updates can still be staged and made meanwhile.
+    """
+    executor = core.model_executor
+    if "sleep" in vars(executor):
+        return
+    sleep = executor.sleep
+
+    def sleep_now(level: int = 1) -> Any:
+        if level >= 2:
+            forget(core)
+            core.deltawire_hold = SLEPT
+        else:
+            executor.collective_rpc(_stop_staging)
+        return sleep(level)
+
+    executor.sleep = sleep_now
+
+
+def _stop_staging(worker: Any) -> None:
+    """Let a worker read its memory no more until it is told to stage again. vLLM sends this function to the workers by its name."""
+    worker.weight_transfer_engine.stop_staging()
 
 
 def _forget(worker: Any) -> None:

@@ -162,7 +162,8 @@ class LiveUpdates:
             return version is not None
         try:
             return self._spool.hop(version.ref, seq) is not None
-        except DeltawireError:
+        except Exception:  # all workers ask each other next, so none of them may raise
+            logger.exception("deltawire: the spool has no update to commit %d", seq)
             return False
 
     def prepare(self, seq: int) -> None:
@@ -201,13 +202,17 @@ class LiveUpdates:
 
     def wait(self) -> None:
         """Return when no worker reads weights any more, so that other code may write to them. All workers do this together."""
-        self._staging.forget()
-        self._staging.wait()
+        self.stop_staging()
         failed_ranks(False)  # other workers may still have read this one's memory
 
-    def forget(self) -> None:
-        """Forget the version, because other code has written to the weights. They are then not quarantined."""
+    def stop_staging(self) -> None:
+        """Drop the staged update, and return when this worker does not read its weights any more."""
         self._staging.forget()
+        self._staging.wait()
+
+    def forget(self) -> None:
+        """Forget the version, because other code writes to the weights. They are then not quarantined."""
+        self.stop_staging()
         self.weights.forget()
         self.weights.is_quarantined = False
         self._digest = None
