@@ -31,7 +31,7 @@ TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 help:
 	@echo "make demo   a whole RL run on this machine: a trainer, members that are slow, killed or late (3 minutes; STORE=s3://… for a bucket, QUANTISE=fp8-block for a quantised policy)"
 	@echo "make test   all tests (2.7 GB of packages; VLLM= leaves out vLLM and TRL, RAY= leaves out Ray)"
-	@echo "make test-vllm  only the tests against a real vLLM and TRL"
+	@echo "make test-vllm  only the tests against a real vLLM and TRL (and Ray, if it is installed)"
 	@echo "make test-ray   only the tests on a real Ray cluster of two nodes, on this machine"
 	@echo "make docs   the documentation as a site, in build/site"
 	@echo "make lint   ruff and mypy --strict"
@@ -87,10 +87,10 @@ test: $(VENV)/.installed $(VENV)/.compiled
 	$(BIN)/python tests/lanes.py
 
 test-vllm: $(VENV)/.installed $(VENV)/.compiled
-	$(BIN)/python tests/lanes.py vllm
+	$(BIN)/python tests/lanes.py vllm trl
 
 test-ray: $(VENV)/.installed $(VENV)/.trainers $(VENV)/.ray
-	$(BIN)/python tests/lanes.py ray
+	$(BIN)/python -m pytest tests/fleet/test_ray.py
 
 # Griffe tells where a docstring cannot be understood; --strict makes that an error.
 docs: $(VENV)/.installed

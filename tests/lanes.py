@@ -26,14 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests"
 SYSTEMS = [f"{TESTS}/{name}" for name in ("faults", "fleet", "integration")]
 """Tests with many processes, with servers of stores, or with long waits."""
-VLLM = [
-    f"{TESTS}/vllm",
-    *(
-        f"{TESTS}/{name}.py"
-        for name in ("trainers/test_trl_samples", "rl/test_trl_worker", "fleet/test_trl_rollouts", "docs/test_parameters")
-    ),
-]
-"""Tests with a real vLLM or a real TRL. Most of them skip themselves where these are not installed."""
+VLLM = [f"{TESTS}/vllm", f"{TESTS}/docs/test_parameters.py"]
+"""Tests with a real vLLM. Most of them skip themselves where it is not installed."""
+TRL = [f"{TESTS}/{name}.py" for name in ("vllm/test_trl", "trainers/test_trl_samples", "rl/test_trl_worker", "fleet/test_trl_rollouts")]
+"""Tests with a real TRL, some also with a real vLLM. They skip themselves where these are not installed."""
 RAY = [f"{TESTS}/fleet/test_ray.py"]
 """A real Ray cluster of two nodes. These tests skip themselves where Ray is not installed."""
 
@@ -47,10 +43,10 @@ def _ignoring(paths: list[str]) -> list[str]:
 
 
 LANES: dict[str, list[str]] = {
-    "vllm": ["-vv", *VLLM],
-    "ray": [*RAY],
-    "systems": [*SYSTEMS, *_ignoring([*VLLM, *RAY])],
-    "parts": [TESTS, *_ignoring([*SYSTEMS, *VLLM, *UNITS])],
+    "vllm": ["-vv", *VLLM, *_ignoring(TRL)],
+    "trl": ["-vv", *RAY, *TRL],
+    "systems": [*SYSTEMS, *_ignoring([*TRL, *RAY])],
+    "parts": [TESTS, *_ignoring([*SYSTEMS, *VLLM, *TRL, *UNITS])],
     "units": UNITS,
 }
 
