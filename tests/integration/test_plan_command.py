@@ -11,7 +11,7 @@ from test_cli import run, succeed
 EXAMPLE = ("plan", "--params", "1T", "--dtype", "fp8", "--density", "0.11%", "--regions", 4, "--link", "1Gbit/80ms")
 
 
-@pytest.mark.parametrize("columns", [None, 80, 200])
+@pytest.mark.parametrize("columns", [None, 80])
 def test_the_table_fits_80_columns(columns: int | None) -> None:
     done = run(*EXAMPLE, "--members", 10_000, columns=columns)
     assert done.returncode == 0, done.stderr
@@ -30,15 +30,15 @@ def test_the_page_shows_what_the_command_prints() -> None:
 
 
 def test_json_has_what_the_table_has() -> None:
-    found = succeed(*EXAMPLE)
+    found = succeed(*EXAMPLE, "--members", 8)
     methods = {method["name"]: method for method in found["methods"]}
     assert methods["deltawire"]["bytes_per_step"] < methods["XOR + zstd-1"]["bytes_per_step"] < methods["full weights"]["bytes_per_step"]
     assert found["fleet"]["gpus_per_member"] == 16
-    assert [region["members"] for region in found["network"]["regions"]] == [16] * 4
+    assert [region["members"] for region in found["network"]["regions"]] == [2] * 4
 
 
 def test_fireworks_figures_through_options() -> None:
-    found = succeed("plan", "--full", "1024GiB", "--delta", "20.3GiB", "--full-every", 25, "--steps", 50)
+    found = succeed("plan", "--full", "1024GiB", "--delta", "20.3GiB", "--full-every", 25, "--steps", 50, "--members", 2)
     assert {method["name"]: method for method in found["methods"]}["deltawire"]["saved"] == pytest.approx(0.941, abs=0.001)
 
 

@@ -6,6 +6,7 @@ link_model      how long objects take over a link with a rate and a round-trip t
 network         regions, and the time from the end of training until all members have a version
 store_limits    what stores and the trainer allow, and how much of it a run uses
 fleet_shape     members, staleness and prices, and how long members wait for versions
+fleet_model     a small fleet in virtual time, with the scheduler of the real one
 plan            puts these together, for full weights, XOR + zstd-1 and deltawire
 """
 

@@ -88,7 +88,7 @@ def step_seconds(shape: FleetShape, arriving: Sequence[Arrival]) -> float:
 
     A step takes at least as long as its training, and as the generation of its tokens. Members of a region may work on a step from the
     arrival of the oldest version that the staleness admits until the step's training begins. Regions that get versions later work less,
-    and other regions make their share.
+    and other regions make their share. If versions cross a link more slowly than they are made, steps come in bursts.
 
     Parameters
     ----------
@@ -100,6 +100,9 @@ def step_seconds(shape: FleetShape, arriving: Sequence[Arrival]) -> float:
     low = max(shape.generate_seconds, shape.train_seconds)
     if not arriving:
         return max(low, (shape.generate_seconds + shape.train_seconds) / (shape.staleness + 1))
+    if shape.staleness:
+        # A reader fetches the first version of a burst at once, and the newest one after that, so two versions cross for each burst.
+        low = max(low, 2 * min(one.link_seconds for one in arriving) / (shape.staleness + 1))
     members = sum(one.region.members for one in arriving)
 
     def generates_enough(period: float) -> bool:

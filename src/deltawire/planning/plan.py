@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from .fleet_model import simulate
 from .fleet_shape import FleetShape, Prices, step_seconds
 from .network import Arrival, Network, Shipment, arrivals
 from .quantities import checked
@@ -59,6 +60,8 @@ class MethodPlan:
         How an update arrives in each region.
     step_seconds
         Seconds from one training step to the next.
+    formula_seconds
+        The same by the formula alone, without a fleet in virtual time.
     idle_share
         The share of time for which members wait.
     of_free
@@ -76,6 +79,7 @@ class MethodPlan:
     total_bytes: float
     arriving: Sequence[Arrival]
     step_seconds: float
+    formula_seconds: float
     idle_share: float
     of_free: float
     egress_dollars: float
@@ -160,6 +164,7 @@ def plan(
     prices: Prices | None = None,
     *,
     codec: Codec | None = None,
+    seed: int | None = 0,
 ) -> PlanReport:
     """Return what each training step of a run costs.
 
@@ -178,6 +183,8 @@ def plan(
         The prices of egress and GPUs.
     codec
         How fast weights are encoded and decoded. None: with two cores beside each GPU.
+    seed
+        Chooses the lengths of tasks of the fleet in virtual time, which gives the seconds of a step. None: use the formula alone.
     """
     fleet, prices = fleet or FleetShape(), prices or Prices()
     codec = codec or Codec.of_gpus(fleet)
@@ -196,13 +203,25 @@ def plan(
     if network.relays and network.members > len(network.regions):
         alone = replace(network, relays=False)
         shipments.append((NO_RELAYS, Shipment(workload.objects, coded, encode, decode), workload.total(workload.delta_bytes), alone))
-    methods = [_method(name, shipment, total, used, fleet, prices) for name, shipment, total, used in shipments]
+    free, _ = _pace(fleet, [replace(one, behind=0.0, link_seconds=1e-9) for one in arrivals(network, shipments[0][1])], seed)
+    methods = [_method(name, shipment, total, used, fleet, prices, free, seed) for name, shipment, total, used in shipments]
     return PlanReport(workload, network, fleet, prices, codec, methods)
 
 
-def _method(name: str, shipment: Shipment, total: float, network: Network, fleet: FleetShape, prices: Prices) -> MethodPlan:
+def _pace(fleet: FleetShape, arriving: Sequence[Arrival], seed: int | None) -> tuple[float, float]:
+    """Return the seconds of a step, and the share of time for which members wait."""
+    if seed is None:
+        period = step_seconds(fleet, arriving)
+        return period, 1 - fleet.generate_seconds / period
+    found = simulate(fleet, arriving, seed=seed)
+    return found.step_seconds, found.idle_share
+
+
+def _method(
+    name: str, shipment: Shipment, total: float, network: Network, fleet: FleetShape, prices: Prices, free: float, seed: int | None
+) -> MethodPlan:
     arriving = arrivals(network, shipment)
-    period = step_seconds(fleet, arriving)
+    period, idle = _pace(fleet, arriving, seed)
     egress = prices.egress * sum(one.link_bytes * one.share_fetched(period) for one in arriving) / 1e9
     gpus = network.members * fleet.gpus_per_member + fleet.trainer_gpus
     gpu = prices.gpu_hour * gpus * period / 3600
@@ -213,8 +232,9 @@ def _method(name: str, shipment: Shipment, total: float, network: Network, fleet
         total_bytes=total,
         arriving=arriving,
         step_seconds=period,
-        idle_share=1 - fleet.generate_seconds / period,
-        of_free=step_seconds(fleet, ()) / period,
+        formula_seconds=step_seconds(fleet, arriving),
+        idle_share=idle,
+        of_free=free / period,
         egress_dollars=egress,
         gpu_dollars=gpu,
         tokens_per_dollar=tokens / (egress + gpu) if egress + gpu else 0.0,
@@ -230,6 +250,7 @@ def _as_json(one: MethodPlan, full: MethodPlan) -> dict[str, Any]:
         "saved": 1 - one.total_bytes / full.total_bytes,
         "behind_seconds": {"median": one.median_behind, "worst": one.worst.behind, "worst_region": one.worst.region.name},
         "step_seconds": one.step_seconds,
+        "formula_seconds": one.formula_seconds,
         "idle_share": one.idle_share,
         "of_free": one.of_free,
         "dollars_per_step": {"egress": one.egress_dollars, "gpu": one.gpu_dollars, "total": one.dollars},

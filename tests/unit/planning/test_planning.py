@@ -63,7 +63,7 @@ def test_plans_are_monotone(params: float, changed: float, link: Link, staleness
     prices = Prices()
 
     def deltawire(params: float, link: Link, fleet: FleetShape, prices: Prices, changed: float = changed) -> tuple[float, float, float]:
-        found = plan(Workload.of_model(params, "fp8", changed=changed), network(link=link), fleet, prices).method(DELTAWIRE)
+        found = plan(Workload.of_model(params, "fp8", changed=changed), network(link=link), fleet, prices, seed=None).method(DELTAWIRE)
         return found.step_seconds, found.dollars, found.worst.behind
 
     base = deltawire(params, link, fleet, prices)
@@ -98,33 +98,40 @@ def test_other_regions_do_the_work_of_a_region_that_is_late() -> None:
 
 
 def test_without_relays_each_member_takes_its_own_copy() -> None:
-    report = plan(Workload.of_model(8e9), network(regions=3, members=8))
+    report = plan(Workload.of_model(8e9), network(regions=3, members=8), seed=None)
     one, each = report.method(DELTAWIRE), report.method(NO_RELAYS)
     assert [arrival.link_bytes for arrival in each.arriving] == [8 * arrival.link_bytes for arrival in one.arriving]
     assert each.egress_dollars == pytest.approx(8 * one.egress_dollars)
     assert one.egress_dollars == pytest.approx(3 * one.bytes_per_step / 1e9 * 0.09)
-    assert not [method for method in plan(Workload.of_model(8e9), network(members=1)).methods if method.name == NO_RELAYS]
+    assert not [method for method in plan(Workload.of_model(8e9), network(members=1), seed=None).methods if method.name == NO_RELAYS]
 
 
 def test_cut_through_comes_near_the_slowest_stage() -> None:
     work = Workload.of_model(200e9, "bf16")
-    whole = plan(work, network()).method(DELTAWIRE)
-    cut = plan(work, network(cut_through=True)).method(DELTAWIRE)
+    whole = plan(work, network(), seed=None).method(DELTAWIRE)
+    cut = plan(work, network(cut_through=True), seed=None).method(DELTAWIRE)
     slowest = max(cut.worst.link_seconds, work.state_bytes / 11.3e9)
     assert slowest <= cut.worst.behind < 1.1 * slowest < whole.worst.behind
 
 
 def test_a_link_never_carries_more_than_its_rate() -> None:
-    for method in plan(Workload.of_model(1e12, "fp8"), network(members=64)).methods:
+    for method in plan(Workload.of_model(1e12, "fp8"), network(members=64), seed=None).methods:
         for limit in method.limits:
             assert limit.share <= 1 or not limit.name.startswith("link")
-    full = plan(Workload.of_model(1e12, "fp8"), network()).method(FULL)
+    full = plan(Workload.of_model(1e12, "fp8"), network(), seed=None).method(FULL)
     assert full.limits[0].name.startswith("link")
+
+
+def test_the_fleet_in_virtual_time_sets_the_pace() -> None:
+    for method in plan(Workload.of_model(70e9), network()).methods:
+        assert method.step_seconds == pytest.approx(method.formula_seconds, rel=0.1)
+        assert method.step_seconds != method.formula_seconds
+        assert 0 < method.of_free <= 1.02
 
 
 def test_tokens_and_dollars() -> None:
     fleet = FleetShape(generate_seconds=60, train_seconds=0, tokens_per_second=100, gpus_per_member=2, trainer_gpus=8)
-    found = plan(Workload(1e9, 1e6, 3e6), network(), fleet, Prices(1.0, 3.0)).method(DELTAWIRE)
+    found = plan(Workload(1e9, 1e6, 3e6), network(), fleet, Prices(1.0, 3.0), seed=None).method(DELTAWIRE)
     assert found.step_seconds == 60
     assert found.gpu_dollars == pytest.approx(40 * 3 / 60)
     assert found.egress_dollars == pytest.approx(2 * 1e6 / 1e9)
@@ -133,7 +140,7 @@ def test_tokens_and_dollars() -> None:
 
 
 def test_the_report_is_plain_json() -> None:
-    document = json.loads(json.dumps(plan(Workload.of_model(8e9), network()).as_json(), allow_nan=False))
+    document = json.loads(json.dumps(plan(Workload.of_model(8e9), network(), seed=None).as_json(), allow_nan=False))
     assert document["version"] == 1
     assert document.keys() == {"version", "workload", "network", "fleet", "prices", "codec", "methods"}
     assert [method["name"] for method in document["methods"]] == [FULL, "XOR + zstd-1", DELTAWIRE, NO_RELAYS]
@@ -144,6 +151,7 @@ def test_the_report_is_plain_json() -> None:
         "saved",
         "behind_seconds",
         "step_seconds",
+        "formula_seconds",
         "idle_share",
         "of_free",
         "dollars_per_step",
