@@ -25,10 +25,8 @@ WasCollected = Callable[[], bool]
 """Called when an object is missing. Returns whether garbage collection deleted it."""
 
 _WINDOW = 64 << 20
-_MANY, _SMALL = 64, 2 << 20
-"""At least this many objects below this size on average count as many small ones."""
-_MORE_STREAMS = 8
-"""Small objects are fetched by this many times as many streams."""
+_MOST_FLYING = 64
+"""The most objects that are fetched at the same time."""
 _SLICE = 0.1
 _Result = TypeVar("_Result")
 
@@ -47,8 +45,7 @@ class Fetcher:
     patience
         Seconds to wait for a missing object.
     streams
-        Most objects that `prefetch` fetches at the same time. For small objects, such as those of thousands of ranks, it is eight
-        times as many, because the time to the first byte counts then.
+        `prefetch` fetches twice as many objects at the same time, but at most 64. None follows the store, which measures its link.
     budget
         About how many bytes `prefetch` keeps in memory.
     watch
@@ -65,7 +62,7 @@ class Fetcher:
         self,
         store: Store,
         *,
-        streams: int = 4,
+        streams: int | None = None,
         limits: Limits | None = None,
         budget: int = 1 << 30,
         patience: float = 30.0,
@@ -108,15 +105,13 @@ class Fetcher:
                     data = self.fetch(entry, collected=collected, progress=progress)
                 yield entry, data
             return
-        are_small = len(entries) >= _MANY and sum(entry.size for entry in entries) < _SMALL * len(entries)
-        streams = self._streams * (_MORE_STREAMS if are_small else 1)
         waiting = deque(entries)
         flying: deque[tuple[FileEntry, Future[memoryview]]] = deque()
         in_memory = 0
-        with self._pool(min(streams, len(entries))) as pool:
+        with self._pool(min(_MOST_FLYING, len(entries))) as pool:  # starts threads only as they are needed
             try:
                 while waiting or flying:
-                    while waiting and (not flying or (in_memory + waiting[0].size <= self._budget and len(flying) < 2 * streams)):
+                    while waiting and (not flying or (in_memory + waiting[0].size <= self._budget and len(flying) < self._most_flying())):
                         entry = waiting.popleft()
                         in_memory += entry.size
                         flying.append((entry, pool.submit(self.fetch, entry, collected=collected, progress=progress)))
@@ -164,6 +159,10 @@ class Fetcher:
             emit(self._on_event, "retrying", key=entry.key, reason="missing")
             self._wait(pause)
             pause = min(2 * pause, 5.0)
+
+    def _most_flying(self) -> int:
+        """Return how many objects to fetch at the same time. Two for each stream, so that one begins as soon as another ends."""
+        return min(2 * (self.store.streams if self._streams is None else self._streams), _MOST_FLYING)
 
     @contextmanager
     def _pool(self, threads: int) -> Iterator[ThreadPoolExecutor]:
@@ -235,6 +234,7 @@ class Fetcher:
             return self.patiently(entry, collected, read)
         except DataDamaged as error:
             emit(self._on_event, "retrying", key=entry.key, reason=str(error))
+            self.store.doubt(entry.key)
             return self.patiently(entry, collected, read)
 
     def _wait(self, seconds: float) -> None:

@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 else:
     Module: TypeAlias = Any
 
-_STREAMS = 4
-"""Number of objects that are uploaded at the same time. The store splits large ones into parallel requests."""
+_STREAMS = 32
+"""Most objects that are uploaded at the same time. The store, which measures its link, often admits fewer."""
 
 
 class Publisher:

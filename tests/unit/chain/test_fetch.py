@@ -2,6 +2,7 @@
 
 import dataclasses
 import queue
+import threading
 
 import pytest
 from blake3 import blake3
@@ -154,22 +155,48 @@ def test_prefetch_gives_all_in_order(store, budget):
     assert [(entry, bytes(data)) for entry, data in found] == [(entry, bytes([i]) * 100) for i, entry in enumerate(entries)]
 
 
-@pytest.mark.parametrize(("objects", "small", "streams"), [(64, 1000, 8), (20, 1000, 2), (64, 3, 2)])
-def test_many_small_objects_are_fetched_by_more_streams(store, monkeypatch, objects, small, streams):
-    made = []
-    pool = fetch.ThreadPoolExecutor
+class WideningStore(ClockedStore):
+    """A store whose link turns out to be faster. Reads wait until as many of them run at once as the fetcher should start."""
 
-    def counted(threads, **options):
-        made.append(threads)
-        return pool(threads, **options)
+    streams = 2
+    expected = 4
 
-    monkeypatch.setattr(fetch, "ThreadPoolExecutor", counted)
-    monkeypatch.setattr(fetch, "_MORE_STREAMS", 4)
-    monkeypatch.setattr(fetch, "_SMALL", small)
-    data = [number.to_bytes(3, "little") for number in range(objects)]
-    entries = [put(store, each) for each in data]
-    assert [bytes(found) for _, found in Fetcher(store, streams=2).prefetch(entries)] == data
-    assert made == [streams]
+    def __init__(self):
+        super().__init__()
+        self.together = threading.Condition()
+        self.running = self.most = 0
+
+    def read_into(self, key, buffer, **options):
+        with self.together:
+            self.running += 1
+            self.most = max(self.most, self.running)
+            self.together.notify_all()
+            assert self.together.wait_for(lambda: self.most >= self.expected, 60)
+        super().read_into(key, buffer, **options)
+        with self.together:
+            self.running -= 1
+
+
+def test_prefetch_follows_the_streams_of_the_store(monkeypatch):
+    store = WideningStore()
+    entries = [put(store, bytes([i]) * 100) for i in range(60)]
+    coming = Fetcher(store).prefetch(entries)
+    found = [next(coming)]
+    assert store.most == 4
+    store.expected = 17  # three of the twenty may have ended already
+    monkeypatch.setattr(WideningStore, "streams", 10)
+    found += list(coming)
+    assert [bytes(data) for _, data in found] == [bytes([i]) * 100 for i in range(60)]
+    assert 17 <= store.most <= 20
+    monkeypatch.setattr(WideningStore, "streams", 1000)
+    assert Fetcher(store)._most_flying() == 64
+
+
+def test_a_store_learns_of_damage_before_the_object_is_read_again(store, monkeypatch):
+    entry = put(store, b"right")
+    store.put(entry.key, b"wrong")
+    monkeypatch.setattr(store, "doubt", lambda key: store.put(key, b"right"))
+    assert bytes(Fetcher(store).fetch(entry)) == b"right"
 
 
 def test_prefetch_reads_no_further_ahead_than_its_budget(store):

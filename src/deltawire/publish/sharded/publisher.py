@@ -39,8 +39,8 @@ from .quantised_parts import QuantisedParts
 from .ranks import Ranks, together
 from .shortcuts import SharedShortcuts
 
-_STREAMS = 4
-"""Number of objects that each process uploads at the same time."""
+_STREAMS = 32
+"""Most objects that each process uploads at the same time. The store, which measures its link, often admits fewer."""
 
 
 class ShardedPublisher:

@@ -24,8 +24,8 @@ from ...tensors.state import state_digest
 from .checkpoint_files import Layout, SegmentSource, Shard
 from .segments import Segment
 
-_IN_FLIGHT = 8
-"""Most uploads that wait or run. If there are more, encoding waits, so that deltas do not accumulate in memory."""
+_IN_FLIGHT, _BYTES_IN_FLIGHT = 4, 256 << 20
+"""Most uploads, and bytes of them, that wait or run. If there are more, encoding waits, so that deltas do not accumulate in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +59,46 @@ def upload_list(store: Store, files: Sequence[FileEntry]) -> FileListRef | None:
 
 
 class Uploads:
-    """Runs uploads in parallel, and returns their files in the order in which they were started."""
+    """Runs uploads in parallel, and returns their files in the order in which they were started.
 
-    def __init__(self, pool: Executor) -> None:
+    Parameters
+    ----------
+    pool
+        Runs the uploads.
+    store
+        Uploads of objects in memory run twice as many at the same time as this store has streams. None: four run. Large files
+        that are made while they are uploaded take None, because the store sends pieces of each at the same time.
+    """
+
+    def __init__(self, pool: Executor, store: Store | None = None) -> None:
         self._pool = pool
-        self._running: deque[Future[FileEntry]] = deque()
+        self._store = store
+        self._running: deque[tuple[Future[FileEntry], int]] = deque()
+        self._bytes = 0
         self._all: list[Future[FileEntry]] = []
         self._started: float | None = None
         self.waited = 0.0
         """The seconds that the caller had to wait for uploads."""
 
-    def start(self, upload: Callable[[], FileEntry]) -> None:
-        """Start an upload. Waits while too many are in progress, and raises the error of an earlier one."""
+    def start(self, upload: Callable[[], FileEntry], *, size: int = 0) -> None:
+        """Start an upload of `size` bytes in memory. Waits while too many are in progress, and raises the error of an earlier one."""
         start = time.perf_counter()
-        while len(self._running) >= _IN_FLIGHT:
-            self._running.popleft().result()
+        most = _IN_FLIGHT if self._store is None else 2 * self._store.streams
+        while self._running and (len(self._running) >= most or self._bytes + size > _BYTES_IN_FLIGHT):
+            earliest, done = self._running.popleft()
+            earliest.result()
+            self._bytes -= done
         self.waited += time.perf_counter() - start
         if self._started is None:
             self._started = time.perf_counter()
         future = self._pool.submit(upload)
-        self._running.append(future)
+        self._running.append((future, size))
+        self._bytes += size
         self._all.append(future)
 
     def start_delta(self, location: DataLocation, delta: bytes, segment: Segment) -> None:
         """Start the upload of a segment's delta."""
-        self.start(lambda: location.put(delta, raw=segment.raw, segment=segment))
+        self.start(lambda: location.put(delta, raw=segment.raw, segment=segment), size=len(delta))
 
     def finish(self) -> tuple[tuple[FileEntry, ...], float]:
         """Wait for all uploads. Returns the files, and the seconds since the first upload was started."""
@@ -166,7 +181,7 @@ def upload_update(
     wants_reverse
         Whether deltas back to the baseline are wanted, too (`Update.make_reverse`).
     """
-    uploads = Uploads(location.pool)
+    uploads = Uploads(location.pool, location.store)
     deltas: dict[int, bytes] = {}
     reverse: dict[int, bytes] = {}
     before, after = Digest(), Digest()
