@@ -10,6 +10,7 @@ memory         the memory of this process
 remote         services behind obstore, with clients from providers and errors from remote_errors
 retry          repetition of failed requests
 link_estimate  the measured link to a store
+rate_limit     bytes and requests per second that the user allows
 stream_gate    how many transfers run at the same time
 wrapped        a store in front of another one
 probe          checks whether a store is suitable

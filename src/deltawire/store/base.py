@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -76,6 +77,10 @@ class StoreOptions:
         Whether S3 requests name the bucket in the host name. None chooses by the endpoint.
     allow_http
         Whether to accept a plain http:// endpoint that is not a loopback address.
+    max_rate
+        The most bytes per second that are sent and received together. None means no limit. Stores in directories and in memory ignore it.
+    max_requests
+        The most requests per second. None means no limit. Stores in directories and in memory ignore it.
     """
 
     timeout: float = 30.0
@@ -86,12 +91,16 @@ class StoreOptions:
     region: str | None = None
     virtual_hosted: bool | None = None
     allow_http: bool = False
+    max_rate: float | None = None
+    max_requests: float | None = None
 
     def __post_init__(self) -> None:
         if self.timeout <= 0 or self.retries < 0 or self.streams < 1:
             raise ValueError("timeout must be positive, retries at least 0 and streams at least 1")
         if self.multipart_bytes < 5 * 1024 * 1024:
             raise ValueError("multipart_bytes must be at least 5 MiB, the smallest piece that S3 accepts")
+        if not all(rate is None or 0 < rate < math.inf for rate in (self.max_rate, self.max_requests)):
+            raise ValueError("max_rate and max_requests must be above 0 and finite; None means no limit")
 
 
 class Store(ABC):

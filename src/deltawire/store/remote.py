@@ -37,6 +37,7 @@ from .base import (
     is_key,
 )
 from .link_estimate import LinkEstimate
+from .rate_limit import RateLimit
 from .remote_errors import CLIENT_ERRORS, bucket_missing, creation_failed, translated
 from .retry import Retry
 from .stream_gate import StreamGate, Transfer
@@ -72,7 +73,15 @@ class RemoteStore(Store):
     """Stores objects under a prefix of a bucket."""
 
     def __init__(
-        self, clients: Clients, *, url: str, prefix: str, options: StoreOptions, retry: Retry | None = None, endpoint: str = ""
+        self,
+        clients: Clients,
+        *,
+        url: str,
+        prefix: str,
+        options: StoreOptions,
+        retry: Retry | None = None,
+        endpoint: str = "",
+        rate: RateLimit | None = None,
     ) -> None:
         self.url = url
         self._endpoint = endpoint
@@ -80,6 +89,7 @@ class RemoteStore(Store):
         self._root = f"{prefix}/" if prefix else ""
         self._options = options
         self._retry = retry or Retry(options.retries)
+        self._rate = rate or RateLimit(options.max_rate, options.max_requests)
         self._down = StreamGate(most=options.streams)
         self._up = StreamGate(most=options.streams)
         self._pool = ThreadPoolExecutor(options.streams, thread_name_prefix="deltawire-read")  # starts no thread before the first use
@@ -115,6 +125,7 @@ class RemoteStore(Store):
         path = self._path(key)
 
         def attempt() -> ObjectInfo:
+            self._rate.request()
             with self._translating("head", key):
                 found = obstore.head(self._clients.small, path)
                 return ObjectInfo(key, found["size"], found["last_modified"])
@@ -146,6 +157,8 @@ class RemoteStore(Store):
         path = self._path(key)
 
         def attempt() -> None:
+            self._rate.request()
+            self._rate.transfer(len(data))
             try:
                 obstore.put(self._clients.small, path, data, mode="create", use_multipart=False)
             except CLIENT_ERRORS as error:
@@ -194,6 +207,7 @@ class RemoteStore(Store):
         path = self._path(key)
 
         def attempt() -> tuple[bytes, str | None] | None:
+            self._rate.request()
             with self._translating("get", key):
                 try:
                     result = obstore.get(self._clients.download, path, options={} if unless is None else {"if_none_match": unless})
@@ -204,7 +218,9 @@ class RemoteStore(Store):
                 size = result.meta["size"]
                 if size > limit:
                     raise LimitExceeded(failure("get", key, self.url, f"it has {size} bytes, more than the {limit} allowed."))
-                return bytes(result.bytes()), result.meta["e_tag"]
+                data = bytes(result.bytes())
+                self._rate.transfer(len(data))
+                return data, result.meta["e_tag"]
 
         return self._retry.call(attempt)
 
@@ -229,6 +245,7 @@ class RemoteStore(Store):
             nonlocal filled, reported
             if filled == len(part):  # the connection was cut after the last byte
                 return
+            self._rate.request()
             with self._streaming(self._down, len(part)) as transfer, self._translating("read", key):
                 options = {"range": (start + filled, start + len(part))}
                 answer = obstore.get(self._clients.download, path, options=options)  # type: ignore[arg-type]
@@ -241,6 +258,7 @@ class RemoteStore(Store):
                     filled += len(piece)
                     if filled - reported >= _REPORT or filled == len(part):
                         transfer.moved(filled - reported)
+                        self._rate.transfer(filled - reported)
                         if progress is not None:
                             progress(filled - reported)
                         reported = filled
@@ -268,6 +286,8 @@ class RemoteStore(Store):
         step = self._options.multipart_bytes
 
         def send() -> None:
+            self._rate.request()
+            self._rate.transfer(len(whole))
             with self._streaming(self._up, len(whole)) as transfer, self._translating("put", key):
                 obstore.put(self._clients.upload, path, whole, use_multipart=False)
                 transfer.moved(len(whole))
@@ -289,11 +309,26 @@ class RemoteStore(Store):
             obstore.put(
                 self._clients.multipart,
                 self._path(key),
-                pieces,
+                self._paced(pieces, multipart_bytes),
                 use_multipart=True,
                 chunk_size=multipart_bytes,
                 max_concurrency=min(MULTIPART_STREAMS, self._options.streams),
             )
+
+    def _paced(self, pieces: Iterator[memoryview], multipart_bytes: int) -> Iterator[memoryview]:
+        """Yield the pieces of a multipart upload at the allowed rate. The upload also has a request to begin it and one to end it."""
+        self._rate.request()
+        self._rate.request()
+        unpaid = 0
+        for piece in pieces:
+            for start in range(0, len(piece), multipart_bytes):
+                some = piece[start : start + multipart_bytes]
+                self._rate.transfer(len(some))
+                unpaid += len(some)
+                while unpaid > 0:
+                    self._rate.request()
+                    unpaid -= multipart_bytes
+                yield some
 
     def _pages(self, prefix: str, after: str | None) -> Iterator[ObjectInfo]:
         folder = (self._root + prefix).rstrip("/") or None
@@ -302,6 +337,8 @@ class RemoteStore(Store):
 
         def next_page() -> Sequence[ObjectMeta] | None:
             nonlocal stream
+            if stream is None or is_full:  # otherwise the listing is known to end, which takes no request
+                self._rate.request()
             try:
                 with self._translating("list", prefix):
                     if stream is None:
@@ -312,7 +349,9 @@ class RemoteStore(Store):
                 stream = None  # a failed stream has ended; the next attempt continues after the last key seen
                 raise
 
+        is_full = False
         while (page := self._retry.call(next_page)) is not None:
+            is_full = len(page) == _PAGE
             for found in page:
                 key = found["path"][len(self._root) :]
                 if not is_key(key) or (after is not None and key <= after):
@@ -323,6 +362,7 @@ class RemoteStore(Store):
                 yield ObjectInfo(key, found["size"], found["last_modified"])
 
     def _delete_batch(self, batch: Sequence[str]) -> None:
+        self._rate.request()
         try:
             obstore.delete(self._clients.small, [self._path(key) for key in batch])
         except FileNotFoundError as error:
