@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from deltawire.engines.vllm.live.live_staging import LiveStaging  # noqa: E402
 from deltawire.engines.vllm.live.staging_pace import StagingPace, memory_bandwidth  # noqa: E402
 
 
@@ -60,3 +63,21 @@ def test_a_whole_gpu_and_a_cpu_never_wait(share: float, bandwidth: float | None)
 
 def test_a_cpu_has_no_bandwidth_of_a_gpu() -> None:
     assert memory_bandwidth(torch.device("cpu")) is None
+
+
+def test_threads_get_the_interpreter_soon_while_an_update_is_staged() -> None:
+    usual = sys.getswitchinterval()
+    seen: list[float] = []
+
+    class Weights:
+        @property
+        def version(self) -> None:
+            seen.append(sys.getswitchinterval())
+
+    staging = LiveStaging(Weights(), None)  # type: ignore[arg-type]
+    staging.prepare(1)
+    staging.wait()
+    assert seen == [pytest.approx(1e-4, rel=0.1)]
+    assert staging.error is not None
+    assert sys.getswitchinterval() == usual
+    staging.close()

@@ -18,7 +18,7 @@ from ..base import Buffer
 from .device import Gpu
 from .kernel_table import SUMS, UNIT, Bodies, Changes, KernelTable, Numbers, SlabTensors, TensorRows, Tiles, storage_type
 
-_SHARE, _NARROW_SHARE = 0.0082, 0.0068
+_SHARE, _NARROW_SHARE = 0.0082, 0.0055
 """The share of the weights' bytes that the list of changes may take; the second one if elements have at most 8 bits, because then all that
 is kept for each tile takes a larger share."""
 
@@ -31,6 +31,9 @@ _LEAST_BODIES = 1 << 19
 _PLAN_SHARE = 0.005
 """The share that the working memory of encoding thread blocks may take. Each processor has two of them, and at least one. Few 4-bit
 elements change, so half as many are enough."""
+
+_LEAST_PER_BLOCK = 1 << 16
+"""Few elements, such as scales, get one encoding thread block for this many of them: they are encoded while other elements are."""
 
 _FULL = 0.93
 """The share of the list that a slab should fill, according to the density of the slab before it."""
@@ -182,7 +185,7 @@ class _Workspace:
         self.kind = (gpu.device, table.width, self.capacity)
         affordable = int(_PLAN_SHARE * nbytes / scratch)
         least, self.most_slab = (gpu.processors, _MOST_SLAB) if table.width > 4 else (max(gpu.processors // 2, 1), _MOST_SLAB // 2)
-        self.encode_blocks = min(max(affordable, least), 2 * gpu.processors, ntiles)
+        self.encode_blocks = min(max(affordable, least), 2 * gpu.processors, ntiles, max(1, elements // _LEAST_PER_BLOCK))
         self.scratch = gpu.empty(self.encode_blocks * scratch, torch.uint8)
         self._new_list()
         # A body is shorter than the elements of its chunk, but is rounded up.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -11,6 +12,9 @@ from ....format.delta_file import DeltaBytes
 from ....format.records.record_parts import CommitRef, FileEntry
 from .live_weights import DeltaHop, LiveWeights
 from .update_types import StagedUpdate
+
+_SWITCH_SECONDS = 1e-4
+"""The time after which the staging thread yields the interpreter to another thread that waits for it."""
 
 
 class Spool(Protocol):
@@ -91,6 +95,18 @@ class LiveStaging:
         return None if failure is None else f"{type(failure).__name__}: {failure}"
 
     def _stage(self, seq: int) -> StagedUpdate:
+        """Stage an update, and let the thread that generates take the interpreter back soon.
+
+        Python lets a thread wait 5 ms for the interpreter, which is longer than a step of a small model takes.
+        """
+        usual = sys.getswitchinterval()
+        sys.setswitchinterval(min(usual, _SWITCH_SECONDS))
+        try:
+            return self._decode(seq)
+        finally:
+            sys.setswitchinterval(usual)
+
+    def _decode(self, seq: int) -> StagedUpdate:
         version = self._weights.version
         if version is None:
             raise BaseMismatch(f"an update to commit {seq} cannot be staged, because the version of the weights is unknown.")
