@@ -11,6 +11,7 @@ from loaded_models import LoadedModel, import_vllm, load_model, publish, read_ch
 from model_memory import addresses, difference, memory
 from tiny_checkpoints import State, TinyMla, TinyModel, train
 
+from deltawire.errors import BaseMismatch
 from deltawire.subscribe.tensor_table import TensorSpec, TensorTable
 
 pytestmark = pytest.mark.slow
@@ -212,6 +213,14 @@ def test_a_draft_model_is_a_second_place_of_the_same_tensors(dense: tuple[Loaded
     assert [scatter.memory.data_ptr() for scatter in layout.locate("model.norm.weight", torch.tensor([0]), torch.ones(1).bfloat16())][
         1
     ] == held
+    ours, theirs = loaded.model.model.norm.weight.data, draft.model.model.norm.weight.data
+    theirs.copy_(ours)
+    assert torch.equal(layout.gather("model.norm.weight"), ours)
+    for copy in (ours, theirs):  # the digest of a version must prove both
+        copy.view(torch.int16)[3] ^= 1
+        with pytest.raises(BaseMismatch, match=r"the copies of tensor 'model.norm.weight' in memory differ"):
+            layout.gather("model.norm.weight")
+        copy.view(torch.int16)[3] ^= 1
     draft.model.model.norm.weight.data = draft.model.model.norm.weight.data.clone()
     assert not layout.is_valid_for(loaded.model)
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from ....errors import BaseMismatch
 from ....format.bundle_names import MAIN
 from ....subscribe.tensor_table import TensorSpec, TensorTable
 from ....tensors.torch_types import gpu_of
@@ -25,7 +26,7 @@ from ..modules.recompute import FAILED, LOST, UNKNOWN, derived_from, moves_exper
 from . import loader_copies, processing_map
 from .loader_copies import LoaderCopies, LoaderCopy, RawParameter, reach, record_copies
 from .nests import compose, fit, nest_of, positions_of
-from .placements import PIECE, as_bits, coverage, direct_view, distinct, flat_storage, gather, numel, scatters, source_view
+from .placements import PIECE, as_bits, copies_differ, coverage, direct_view, distinct, flat_storage, gather, numel, scatters, source_view
 from .position_decoder import UnitMap
 from .processing_map import ModuleMap, NotLearnt, learn_module
 from .processing_views import learn_views
@@ -205,6 +206,8 @@ class ModelLayout:
     def gather(self, name: str, *, owned_only: bool = False) -> torch.Tensor:
         """Return a tensor in checkpoint layout, as new memory. Elements that this worker does not hold are zero bits.
 
+        Raises `BaseMismatch` if the model has several copies of an element, for example one in its draft, and they differ.
+
         Parameters
         ----------
         name
@@ -216,6 +219,8 @@ class ModelLayout:
         owned = self.owned.get(name) if owned_only else None
         placements = [each for number, each in enumerate(layout.placements) if owned is None or number in owned]
         device = layout.placements[0].memory.device if layout.placements else torch.device("cpu")
+        if copies_differ(layout.spec, layout.placements):
+            raise BaseMismatch(f"the copies of tensor {name!r} in memory differ.")
         return gather(layout.spec, placements, device)
 
     def locate(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> list[Scatter]:

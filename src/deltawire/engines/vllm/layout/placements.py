@@ -97,6 +97,26 @@ def gather(spec: TensorSpec, placements: Sequence[Placement], device: torch.devi
     return whole.view(torch_dtype(spec.dtype)).view(spec.shape)
 
 
+def copies_differ(spec: TensorSpec, placements: Sequence[Placement]) -> bool:
+    """Return whether elements that several placements have are not the same in all of them. `gather` returns only one of them.
+
+    Parameters
+    ----------
+    spec
+        The tensor.
+    placements
+        Where its elements are.
+    """
+    if len(placements) < 2 or any(len(each.nests) > 1 for each in placements):  # it would take long to compare the latter
+        return False
+    if sum(each.nests[0].numel for each in placements) <= unit_count(spec, placements[0]):  # each element has one place
+        return False
+    device = placements[0].memory.device
+    whole = gather(spec, placements, device).view(torch.int8)
+    turns = ([*placements[:number], *placements[number + 1 :], placements[number]] for number in range(len(placements) - 1))
+    return not all(torch.equal(gather(spec, turn, device).view(torch.int8), whole) for turn in turns)
+
+
 def flat_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole storage of a tensor, flat, in its own type."""
     storage = tensor.untyped_storage()

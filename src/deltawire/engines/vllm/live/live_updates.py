@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....errors import DeltawireError
+from ....errors import BaseMismatch, DeltawireError
 from ....format.digest import Digest
 from ....format.records.record_parts import CommitRef
 from ....subscribe.delta_spool import DeltaSpool
@@ -278,6 +278,10 @@ class LiveUpdates:
         try:
             found = self.weights.digest()
             self._digest, self._replicated = found.owned, found.replicated
+            return None
+        except BaseMismatch:  # they can be updated, but they are those of no version
+            logger.exception("deltawire: the weights have no digest")
+            self._digest, self._replicated = Digest(), {}
             return None
         except Exception as error:
             logger.exception("deltawire: the weights cannot be digested")
