@@ -14,7 +14,7 @@ from ..events import OnEvent, emit, with_fields
 from ..fleet.generation import Generator
 from ..fleet.member import Member, tell_failure
 from ..format.records.fleet_files import Row
-from ..store import Store, open_store
+from ..store import Store, StoreOptions, open_store
 from ..subscribe.follow import pause
 from ..subscribe.pin_keeper import reader_name
 from .rewards import RewardFunction, load_reward, reward_name, score
@@ -51,6 +51,8 @@ class MemberOptions:
         What a vLLM server does with keys and values of older weights: "drop", "keep" or "mark".
     canary
         What is checked after each update of a vLLM server: "off", "self" or "recorded".
+    store
+        How to reach the store. Only its limits `max_rate` and `max_requests` are passed on to other processes.
     """
 
     source: str
@@ -64,6 +66,7 @@ class MemberOptions:
     run: str | None = None
     kv_cache: Literal["drop", "keep", "mark"] = "drop"
     canary: Literal["off", "self", "recorded"] = "off"
+    store: StoreOptions | None = None
 
     def to_arguments(self) -> list[str]:
         """Return them as arguments of `deltawire member`."""
@@ -73,6 +76,10 @@ class MemberOptions:
         arguments += [part for key in self.trust for part in ("--trust", key)]
         for option, value in (("--name", self.name), ("--mirror", self.mirror), ("--run", self.run)):
             arguments += [option, value] if value else []
+        if self.store is not None and self.store.max_rate is not None:
+            arguments += ["--max-rate", f"{self.store.max_rate:.3f}B"]
+        if self.store is not None and self.store.max_requests is not None:
+            arguments += ["--max-requests", str(self.store.max_requests)]
         return arguments
 
 
@@ -112,7 +119,7 @@ def serve(
     """
     name = options.name or reader_name()
     on_event = with_fields(on_event, member=name)
-    with open_store(options.source, on_event=on_event) as store:
+    with open_store(options.source, options=options.store, on_event=on_event) as store:
         try:
             scorer = RewardScorer([load_reward(spec) for spec in options.env])
             generator = _open_generator(options, name, store, stop, on_event)
@@ -200,7 +207,7 @@ def _generator(options: MemberOptions, name: str, store: Store, on_event: OnEven
 
 
 def _reader_options(options: MemberOptions, name: str) -> ReaderOptions:
-    return ReaderOptions(run=options.run, trusted_keys=options.trust, reader=name)
+    return ReaderOptions(run=options.run, trusted_keys=options.trust, reader=name, store=options.store)
 
 
 def _require_transformers() -> None:

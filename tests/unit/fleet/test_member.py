@@ -31,7 +31,7 @@ from deltawire.format.records.trainer_records import Round
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.rl import member as rl_member
 from deltawire.rl.member import MemberOptions, RewardScorer, parse_engine
-from deltawire.store import Store
+from deltawire.store import Store, StoreOptions
 from deltawire.store.fleet_keys import member_key
 from deltawire.store.memory import MemoryStore
 
@@ -221,6 +221,7 @@ def test_a_heartbeat_soon_names_a_change_of_what_a_member_works_on(
     [
         MemberOptions("s3://bucket/run", "transformers", ("a:b",), "m"),
         MemberOptions("store", "vllm=http://127.0.0.1:8000", ("a:b",), "m", kv_cache="mark", canary="recorded"),
+        MemberOptions("store", "transformers", ("a:b",), "m", store=StoreOptions(max_rate=1.25e6, max_requests=2.5)),
         MemberOptions("store", "vllm=http://127.0.0.1:8000", ("a:b", "c:d"), "m", "cuda:1", "mirror", ("0" * 64, "1" * 64), 0.25, "prod"),
     ],
 )

@@ -17,6 +17,7 @@ from ..options.chain import RunOption, TrustOption
 from ..options.common import JsonLinesOption
 from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOption
 from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
+from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
 from ..output.fleet_table import short_name
 from ..output.terminal import print_json_line, print_labelled
@@ -67,6 +68,8 @@ def fleet(
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, metavar="N", help="Restart a member that died at most this many times in an hour.")
     ] = 10,
+    max_rate: MaxRateOption = None,
+    max_requests: MaxRequestsOption = None,
     trust: TrustOption = None,
     run: RunOption = None,
     json: JsonLinesOption = False,
@@ -101,6 +104,7 @@ def fleet(
                 run,
                 kv_cache=kv_cache.value,
                 canary=canary.value,
+                store=store_options(max_rate, max_requests),
             )
             for number in range(total)
         }

@@ -11,6 +11,7 @@ import typer
 
 from ..options.chain import PinOption, RunOption, TrustOption, UrlArgument, reader_options
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
+from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
 from ..output.event_notices import print_if_verbose, print_if_waiting
 from ..output.progress import progress_bar
@@ -52,6 +53,8 @@ def follow(
     trust: TrustOption = None,
     run: RunOption = None,
     pin: PinOption = True,
+    max_rate: MaxRateOption = None,
+    max_requests: MaxRequestsOption = None,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonLinesOption = False,
@@ -79,7 +82,7 @@ def follow(
         listener = _Listener(json, is_patient=not once, verbose=verbose)
         subscriber = stack.enter_context(
             Subscriber(
-                MeteredStore(stack.enter_context(opened(url, verbose=verbose)), progress),
+                MeteredStore(stack.enter_context(opened(url, verbose=verbose, options=store_options(max_rate, max_requests))), progress),
                 directory,
                 options=reader_options(run, trust, max_silence=max_silence, pin=pin),
                 threads=threads,

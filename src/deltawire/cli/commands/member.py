@@ -20,6 +20,7 @@ from ..options.chain import RunOption, TrustOption
 from ..options.common import JsonLinesOption
 from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOption
 from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
+from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
 from ..output.terminal import print_json_line, print_labelled, print_wrapped
 from ..process.ending import Ending
@@ -51,6 +52,8 @@ def member(
     kv_cache: MemberCacheOption = Cache.drop,
     canary: MemberCanaryOption = Canary.off,
     poll: PollOption = 0.5,
+    max_rate: MaxRateOption = None,
+    max_requests: MaxRequestsOption = None,
     trust: TrustOption = None,
     run: RunOption = None,
     leave_with_stdin: Annotated[bool, typer.Option("--leave-with-stdin", hidden=True)] = False,
@@ -82,6 +85,7 @@ def member(
             run,
             kv_cache=kv_cache.value,
             canary=canary.value,
+            store=store_options(max_rate, max_requests),
         )
         stop = threading.Event()
         if leave_with_stdin:

@@ -14,6 +14,7 @@ import typer
 
 from ..options.chain import KEYS_METAVAR, UrlArgument, load_signing_key, read_keys
 from ..options.common import JsonOption, ThreadsOption, VerboseOption
+from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output.event_notices import print_if_verbose
 from ..output.progress import transfer_bars
 from ..output.publish_report import Published, report_forecast, report_published, report_unchanged, warnings_of
@@ -98,6 +99,8 @@ def publish(
             show_default=False,
         ),
     ] = None,
+    max_rate: MaxRateOption = None,
+    max_requests: MaxRequestsOption = None,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonOption = False,
@@ -148,7 +151,7 @@ def publish(
                 bars.expect_read(f"read back version {event.fields['updates']}", int(event.fields["bytes"] or 0))
             print_if_verbose(event, verbose)
 
-        with opened(url, verbose=verbose) as plain:
+        with opened(url, verbose=verbose, options=store_options(max_rate, max_requests)) as plain:
             store = MeteredStore(plain, bars.read, written=bars.uploaded, announced=bars.expect_upload)
             chain = open_log(store, run, options)
             refuse_above_limits(chain, form.table)

@@ -11,6 +11,7 @@ import typer
 
 from ..options.chain import PinOption, RunOption, StepOption, TrustOption, UrlArgument, find_seq, reader_options, refuse_several
 from ..options.common import ForceOption, JsonOption, ThreadsOption, VerboseOption
+from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
 from ..output.event_notices import print_if_verbose, print_if_waiting
 from ..output.progress import progress_bar
@@ -36,6 +37,8 @@ def pull(
     run: RunOption = None,
     pin: PinOption = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be fetched, and write nothing.")] = False,
+    max_rate: MaxRateOption = None,
+    max_requests: MaxRequestsOption = None,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonOption = False,
@@ -54,7 +57,7 @@ def pull(
         planned: dict[str, Any] = {}
         waited_for: set[str] = set()
         with (
-            opened(url, verbose=verbose) as store,
+            opened(url, verbose=verbose, options=store_options(max_rate, max_requests)) as store,
             progress_bar(f"pull {directory.name}", None, quiet=json or verbose) as progress,
         ):
 

@@ -16,6 +16,7 @@ from ..options.chain import PinOption, RunOption, TrustOption, check_url, reader
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
 from ..options.engine import Cache, CacheOption, Canary, CanaryOption
 from ..options.member import check_member_name
+from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
 from ..output.event_notices import print_if_verbose
 from ..output.terminal import print_json_line, print_line, print_notice
@@ -136,6 +137,8 @@ def sidecar(
     trust: TrustOption = None,
     run: RunOption = None,
     pin: PinOption = True,
+    max_rate: MaxRateOption = None,
+    max_requests: MaxRequestsOption = None,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonLinesOption = False,
@@ -161,7 +164,8 @@ def sidecar(
         from ...engines.vllm.driver.sidecar import Sidecar
 
         on_event = ending.with_output(_print_as_json if json else _Listener(verbose))
-        followers = start_followers(adapters, engine, spool, reader_options(None, trust, reader=None, pin=pin), on_event)
+        limits = store_options(max_rate, max_requests)  # full checkpoints are read by the server, without these limits
+        followers = start_followers(adapters, engine, spool, reader_options(None, trust, reader=None, pin=pin, store=limits), on_event)
         driver = (
             None
             if source is None
@@ -175,7 +179,7 @@ def sidecar(
                 canary=canary.value,
                 spool=spool,
                 one_call=swap is SwapBy.call,
-                options=reader_options(run, trust, reader=name, pin=pin),
+                options=reader_options(run, trust, reader=name, pin=pin, store=limits),
                 threads=threads,
                 gpu_share=gpu_share,
                 on_event=on_event,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ...chain.log import ChainLog
     from ...chain.reader_options import ReaderOptions
     from ...format.records.signing import SigningKey
+    from ...store import StoreOptions
 
 KEYS_METAVAR = "PUBKEY|FILE"
 URL_HELP = "The chain's location: a directory, s3://BUCKET/PREFIX, gs://..., az://..., or hf://buckets/OWNER/NAME."
@@ -109,6 +110,7 @@ def reader_options(
     max_silence: float | None = None,
     reader: str | None = None,
     pin: bool = True,
+    store: StoreOptions | None = None,
 ) -> ReaderOptions:
     """Return the options of a reader from those of a command.
 
@@ -118,12 +120,12 @@ def reader_options(
         The value of --run.
     trust
         The keys of --trust.
-    max_silence, reader, pin
+    max_silence, reader, pin, store
         As in `ReaderOptions`.
     """
     from ...chain.reader_options import ReaderOptions
 
-    return ReaderOptions(run=run, trusted_keys=trust or (), max_silence=max_silence, reader=reader, pin=pin)
+    return ReaderOptions(run=run, trusted_keys=trust or (), max_silence=max_silence, reader=reader, pin=pin, store=store)
 
 
 def refuse_several(**options: object) -> None:

@@ -14,14 +14,14 @@ from ..output.terminal import print_notice
 
 if TYPE_CHECKING:
     from ...events import Event
-    from ...store import Store
+    from ...store import Store, StoreOptions
 
 _SAME_FAILURE = 5.0
 """Requests that are repeated for the nth time within this many seconds count as one failure."""
 
 
 @contextmanager
-def opened(url: str, *, verbose: bool = False) -> Iterator[Store]:
+def opened(url: str, *, verbose: bool = False, options: StoreOptions | None = None) -> Iterator[Store]:
     """Open the store at a URL, and close it at the end. Report repeated requests on stderr.
 
     Parameters
@@ -30,10 +30,12 @@ def opened(url: str, *, verbose: bool = False) -> Iterator[Store]:
         The location of the chain.
     verbose
         Report every request and every event.
+    options
+        How to reach the store.
     """
     from ...store import open_store
 
-    with open_store(url, on_event=RetryNotices(verbose=verbose)) as store:
+    with open_store(url, options=options, on_event=RetryNotices(verbose=verbose)) as store:
         if verbose:
             from .traced_store import TracedStore
 
