@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as xml
 from pathlib import Path
 
 import pytest
-from test_cli import run, succeed
+from test_cli import fail, run, succeed
 
 EXAMPLE = ("plan", "--params", "1T", "--dtype", "fp8", "--density", "0.11%", "--regions", 4, "--link", "1Gbit/80ms")
 
@@ -47,6 +48,33 @@ def test_one_region_may_have_another_link() -> None:
     assert [region["link"]["rate"] for region in found["network"]["regions"]] == [5e8, 2.5e8, 5e8]
     assert [region["members"] for region in found["network"]["regions"]] == [3, 2, 2]
     assert found["methods"][0]["behind_seconds"]["worst_region"] == "r2"
+
+
+def test_a_plan_from_a_chain_uses_its_own_sizes(published: Path) -> None:
+    versions = succeed("log", published)["versions"]
+    deltas = [version["bytes"] for version in versions if version["kind"] == "delta"]
+    found = succeed("plan", "--from", published, "--members", 2, "--steps", 10)
+    assert found["workload"]["state_bytes"] == versions[0]["state_bytes"]
+    assert found["workload"]["delta_bytes"] == pytest.approx(sum(deltas) / len(deltas))
+
+
+def test_a_chain_without_deltas_cannot_be_planned_from(checkpoints: list[Path], tmp_path: Path) -> None:
+    fail("plan", "--from", tmp_path / "nothing", kind="NoChain")
+    succeed("publish", checkpoints[0], tmp_path / "chain")
+    assert "is a delta" in fail("plan", "--from", tmp_path / "chain", kind="UnusablePlan")
+
+
+def test_the_plot_is_an_svg_file_and_replaces_none(tmp_path: Path) -> None:
+    file = tmp_path / "plan.svg"
+    succeed("plan", "--params", "8B", "--members", 2, "--plot", file)
+    root = xml.fromstring(file.read_text(encoding="utf-8"))
+    assert root.tag.endswith("svg")
+    texts = "".join(root.itertext())
+    assert "full weights" in texts
+    assert "74.1 MB" in texts
+    file.write_text("mine")
+    assert run("plan", "--params", "8B", "--plot", file).returncode == 2
+    assert file.read_text() == "mine"
 
 
 @pytest.mark.parametrize(

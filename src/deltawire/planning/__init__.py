@@ -7,7 +7,9 @@ network         regions, and the time from the end of training until all members
 store_limits    what stores and the trainer allow, and how much of it a run uses
 fleet_shape     members, staleness and prices, and how long members wait for versions
 fleet_model     a small fleet in virtual time, with the scheduler of the real one
+running_chain   the workload of a run that exists, from its commits
 plan            puts these together, for full weights, XOR + zstd-1 and deltawire
+plot            a plan as an SVG picture
 """
 
 from __future__ import annotations

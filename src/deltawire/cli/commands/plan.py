@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..options.common import JsonOption
+from ..options.chain import RunOption, TrustOption, check_url, reader_options
+from ..options.common import ForceOption, JsonOption
 from ..output.terminal import print_json
 from ..process.exit_codes import exit_codes
+from ..stores.opened import opened
 
 if TYPE_CHECKING:
     from ...planning import Network, Workload
+    from ...planning.running_chain import ChainFigures
 
 
 def plan(
@@ -52,6 +56,18 @@ def plan(
         str | None,
         typer.Option("--delta", metavar="SIZE", help="The size of a delta, instead of --density.", show_default=False),
     ] = None,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="URL",
+            help="Take sizes, time between versions and members from a chain that exists, instead of --params.",
+            show_default=False,
+            callback=lambda url: None if url is None else check_url(url),
+        ),
+    ] = None,
+    trust: TrustOption = None,
+    run: RunOption = None,
     full_every: Annotated[
         int | None,
         typer.Option(
@@ -73,7 +89,10 @@ def plan(
         ),
     ] = None,
     local: Annotated[str, typer.Option("--local", metavar="RATE/RTT", help="Links within a region.")] = "10Gbit/1ms",
-    members: Annotated[int, typer.Option("--members", metavar="N", help="Members, in all regions together.")] = 64,
+    members: Annotated[
+        int | None,
+        typer.Option("--members", metavar="N", help="Members, in all regions together. Default: 64.", show_default=False),
+    ] = None,
     no_relays: Annotated[
         bool, typer.Option("--no-relays", help="Send one copy to each member, instead of one to a store in each region.")
     ] = False,
@@ -84,8 +103,13 @@ def plan(
         str, typer.Option("--streams", metavar="auto|N", help="How many transfers a reader runs at the same time.")
     ] = "auto",
     staleness: Annotated[int, typer.Option("--staleness", metavar="STEPS", help="How old a policy may be.")] = 1,
-    step: Annotated[str, typer.Option("--step", metavar="TIME", help="Generation of one step, if no member waits.")] = "60s",
-    train: Annotated[str, typer.Option("--train", metavar="TIME", help="Training of one step.")] = "30s",
+    step: Annotated[
+        str | None,
+        typer.Option("--step", metavar="TIME", help="Generation of one step, if no member waits. Default: 60s.", show_default=False),
+    ] = None,
+    train: Annotated[
+        str | None, typer.Option("--train", metavar="TIME", help="Training of one step. Default: half of --step.", show_default=False)
+    ] = None,
     tokens: Annotated[float, typer.Option("--tokens", metavar="N", help="Tokens of a task.")] = 4096,
     rate: Annotated[float, typer.Option("--rate", metavar="N", help="Tokens that a member generates in a second.")] = 2500,
     egress: Annotated[float, typer.Option("--egress", metavar="DOLLARS", help="Price of a GB over a link.")] = 0.09,
@@ -98,6 +122,10 @@ def plan(
         int | None,
         typer.Option("--trainer-gpus", metavar="N", help="Default: 4 times those of a member, at least 8.", show_default=False),
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Write a picture of the plan, too.", show_default=False)
+    ] = None,
+    force: ForceOption = False,
     json: JsonOption = False,
 ) -> None:
     """Compute what the training steps of a run would cost, with full weights, XOR + zstd-1 and deltas.
@@ -115,13 +143,23 @@ def plan(
         from ...planning.quantities import duration
         from ..output.plan_table import print_plan
 
+        if plot is not None and plot.exists() and not force:
+            raise typer.BadParameter(f"{plot} exists already. Name another file, or give --force.")
+        seen, counted = (None, 0) if source is None else _read_chain(source, trust, run, full_every, steps)
         try:
-            workload = _workload(params, dtype, density, bits, in_bf16, full, delta, full_every, steps)
-            network = _network(regions, link or [], local, members, not no_relays, cut_through, streams)
+            if seen is None:
+                workload = _workload(params, dtype, density, bits, in_bf16, full, delta, full_every, steps)
+            elif params is not None or full is not None or delta is not None or density is not None or bits is not None:
+                raise typer.BadParameter("give --from, or the sizes of a model, not both: each says how large a step is.")
+            else:
+                workload = seen.workload
+            network = _network(regions, link or [], local, members, counted, not no_relays, cut_through, streams)
             each = gpus_to_hold(workload.state_bytes) if gpus_per_member is None else gpus_per_member
+            usual = 60.0 if seen is None or seen.step_seconds is None else seen.step_seconds
+            seconds = usual if step is None else duration(step, "--step")
             fleet = FleetShape(
-                duration(step, "--step"),
-                duration(train, "--train"),
+                seconds,
+                seconds / 2 if train is None else duration(train, "--train"),
                 staleness,
                 tokens,
                 rate,
@@ -131,10 +169,30 @@ def plan(
             report = make_plan(workload, network, fleet, Prices(egress, gpu_hour))
         except UnusablePlan as error:
             raise typer.BadParameter(error.message) from None
+        if plot is not None:
+            from ...planning.plot import as_svg
+
+            plot.write_text(as_svg(report), encoding="utf-8")
         if json:
             print_json(report.as_json())
         else:
             print_plan(report)
+
+
+def _read_chain(url: str, trust: list[str] | None, run: str | None, full_every: int | None, steps: int) -> tuple[ChainFigures, int]:
+    """Return what the newest versions of a chain say about its run, and how many members have written heartbeats and not left."""
+    from ...fleet.overview import FleetReader
+    from ...planning.running_chain import READ_COMMITS, figures_of
+    from ..chain_history import read_history
+
+    with opened(url) as store:
+        chain = reader_options(run, trust).open_log(store)
+        its_id = chain.run.id
+        entries = read_history(chain, READ_COMMITS).entries
+        seen = figures_of([entry.commit for entry in entries if not entry.abandoned], full_every=full_every, steps=steps)
+        with FleetReader(store, its_id, trusted_keys=trust or ()) as reader:
+            found = reader.fleet(0).members
+    return seen, sum(one.beat.state != "left" for one in found)
 
 
 def _workload(
@@ -154,7 +212,7 @@ def _workload(
     from ...planning.workload import DENSITIES, Workload, dtype_named
 
     if (params is None) == (full is None):
-        raise typer.BadParameter("give --params or --full, and not both: one of them says how large the model is.")
+        raise typer.BadParameter("give --params, --full or --from, and only one of them: it says how large the model is.")
     if delta is not None and (density is not None or bits is not None):
         raise typer.BadParameter("give --delta, or --density and --bits, not both: each says how large a delta is.")
     recorded = DENSITIES[dtype_named(dtype)]
@@ -174,13 +232,16 @@ def _workload(
     return replace(found, delta_bytes=given, xor_bytes=min(given * recorded.xor_ratio, max(found.state_bytes, given)), changed=None)
 
 
-def _network(regions: int, links: list[str], local: str, members: int, relays: bool, cut_through: bool, streams: str) -> Network:
+def _network(
+    regions: int, links: list[str], local: str, given: int | None, counted: int, relays: bool, cut_through: bool, streams: str
+) -> Network:
     from ...planning import Network, Region
     from ...planning.link_model import parse_link
     from ...planning.network import MOST_REGIONS
     from ...planning.quantities import checked
 
     checked(regions, "--regions", most=MOST_REGIONS, least=1)
+    members = max(counted or 64, regions) if given is None else given
     if members < regions:
         raise typer.BadParameter(f"{members} members are too few for {regions} regions: each region needs one.")
     if streams != "auto" and not re.fullmatch(r"[1-9][0-9]?", streams):
