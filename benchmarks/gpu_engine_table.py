@@ -46,7 +46,7 @@ def _gap(key: str, *policies: str) -> Callable[[dict[str, Any]], str]:
 
 
 def _memory(model: dict[str, Any]) -> str:
-    peaks = [update["peak_mib"] for update in model["updates"] if update["step"].startswith("idle") and "peak_mib" in update]
+    peaks = [update["peak_mib"] for update in model["updates"] if update["step"].endswith("keep") and "peak_mib" in update]
     return f"{max(peaks):.0f} MiB, {max(peaks) * 2**20 / model['bytes']:.2%}" if peaks else "–"
 
 
@@ -94,7 +94,7 @@ _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "longest gap while the worker stages": _gap("gap_staging_ms", "keep", "drop"),
     "tokens/s of eight streams, before and while it stages without a break": _rates,
     "generation lost by one staging": _span("generation_lost_ms", steps="staging", digits=1),
-    "GPU memory beyond the weights": _memory,
+    "GPU memory beyond the weights, KV cache kept": _memory,
     "vLLM's own reload of all weights": _reload,
     "different from hashes made without vLLM, and from vLLM's own reload": _exact,
 }
