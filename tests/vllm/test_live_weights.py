@@ -26,6 +26,7 @@ from fake_layout import stepped as changed_by_a_bit  # noqa: E402
 
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
 from deltawire.delta.grouped_plan import resolve_together  # noqa: E402
+from deltawire.engines.vllm.layout import placements  # noqa: E402
 from deltawire.engines.vllm.layout.types import ModuleRule  # noqa: E402
 from deltawire.engines.vllm.live import layout_update  # noqa: E402
 from deltawire.engines.vllm.live.layout_update import LayoutUpdate  # noqa: E402
@@ -531,6 +532,51 @@ def test_tied_tensors_must_change_together(name: str) -> None:
     with pytest.raises(TensorsTied, match=f"changes only '{name}'"):
         worker.weights.stage(hop, worker.read)
     assert worker.held() == old
+
+
+class SecondPlace(FakeLayout):
+    """Holds "turned.again" in the memory of "turned", and also in memory of its own, as some draft models do."""
+
+    def _hold(self, name: str, array: Any) -> Any:
+        layout = super()._hold("turned" if name == "turned.again" else name, array)
+        if name == "turned.again":
+            self.memory[name] = self.memory.pop("turned")
+            layout = dataclasses.replace(layout, placements=(dataclasses.replace(layout.placements[0], memory=self.memory[name]),))
+        return layout
+
+    def __init__(self, state: State, **options: Any) -> None:
+        super().__init__(state, **options)
+        turned, another = (self.tensors[name] for name in ("turned", "turned.again"))
+        both = dataclasses.replace(another, placements=(*turned.placements, *another.placements))
+        self.tensors = {**self.tensors, "turned.again": both}
+
+    def gather(self, name: str, *, owned_only: bool = False) -> Any:
+        return super().gather("turned" if name == "turned.again" else name)
+
+    def locate(self, name: str, indices: Any, values: Any) -> Any:
+        if name != "turned.again":
+            return super().locate(name, indices, values)
+        layout = self.tensors[name]
+        return [scatter for each in layout.placements for scatter in placements.scatters(each, layout.spec.dtype, indices, values)]
+
+
+@pytest.mark.usefixtures("device")
+def test_a_tied_tensor_with_another_place_is_written_there_too() -> None:
+    worker = FakeWorker(layout=SecondPlace, more={"turned.again": (24, 56)}, adopt=False)
+    worker.state["turned.again"][:] = worker.state["turned"]
+    worker.step(lambda state: None)
+    worker.layout = worker.new_layout(worker.state)
+    worker.weights.learn(worker.table)
+    worker.weights.adopt(worker.version)
+
+    def change(state: State) -> None:
+        for name in ("turned.again", "turned"):
+            state[name].view("u2")[3, 5:9] ^= 1
+
+    assert swap(worker, worker.step(change)).outcome == "made"
+    assert worker.held() == worker.expected()
+    with pytest.raises(TensorsTied):
+        worker.weights.stage(worker.step(lambda state: change_one(state, "turned.again")), worker.read)
 
 
 def with_rule(how: Any) -> Callable[..., FakeLayout]:

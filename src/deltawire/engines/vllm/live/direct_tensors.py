@@ -32,6 +32,9 @@ class DirectTensors:
         """The same tensors, in columns if possible."""
         self.tied = tied_tensors(tensors)
         """The names of tensors that have the same memory as an earlier one, each with the name of that one."""
+        places = {name: set(_memory_of(tensors[name])) for pair in self.tied.items() for name in pair}
+        self.repeated = frozenset(name for name, first in self.tied.items() if places[name] <= places[first])
+        """Tied tensors that have no other memory than the earlier one. What is written for that one is enough."""
         held = self.state.columns.layout.names if isinstance(self.state, ColumnState) else []
         self._numbers = {name: number for number, name in enumerate(held)}
         self._names = held
@@ -75,8 +78,9 @@ def tied_tensors(tensors: Mapping[str, TensorLayout]) -> dict[str, str]:
 
 
 def _memory_of(layout: TensorLayout) -> Iterator[object]:
-    if layout.direct is not None:
-        yield layout.direct.data_ptr(), layout.direct.nbytes
-    elif layout.kind == "mapped" or layout.kind == "partial":
+    """Yield a value for each place of a tensor. It is the same for another tensor with this place, even if only one of them is direct."""
+    if layout.kind in ("direct", "mapped", "partial"):
         for placement in layout.placements:
             yield placement.memory.data_ptr(), placement.nests
+    if layout.direct is not None and not layout.placements:
+        yield layout.direct.data_ptr(), layout.direct.nbytes

@@ -512,7 +512,7 @@ class LayoutUpdate:
             self._input_changes.setdefault(name, []).append(changes)
         if name in self._sharing:
             self._tied_changes.setdefault(name, []).append(changes)
-        if name in self._tied:
+        if name in self._direct_tensors.repeated:
             return
         if layout.direct is not None and len(layout.placements) <= 1:
             memory = layout.direct.detach().reshape(-1).view(values.dtype)
