@@ -601,6 +601,25 @@ def test_an_update_that_needs_a_module_loaded_anew_is_refused() -> None:
     assert worker.held() == old
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_between_the_steps_of_a_swap_quarantines(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = FakeWorker()
+    staged = worker.weights.stage(worker.step(), worker.read)
+
+    def fail_at_once(*_: object, **__: object) -> None:
+        raise error("injected")
+
+    monkeypatch.setattr("deltawire.engines.vllm.live.live_weights._ask", fail_at_once)
+    if error is RuntimeError:
+        found = worker.weights.swap(staged, alone)
+        assert found.outcome == "quarantined"
+        assert "injected" in (found.error or "")
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            worker.weights.swap(staged, alone)
+    assert worker.weights.is_quarantined
+
+
 def test_a_source_that_cannot_follow_a_swap_quarantines(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = FakeWorker(source=KeptState({}))
     staged = worker.weights.stage(worker.step(), worker.read)

@@ -311,7 +311,9 @@ class LiveWeights:
         return entry.raw * sum(counts) / max(nbytes, 1)
 
     def swap(self, staged: StagedUpdate, agree: Agree) -> SwapOutcome:
-        """Write a staged update, together with all other workers. Never raises.
+        """Write a staged update, together with all other workers. Raises no exceptions, except interrupts.
+
+        If anything else goes wrong than a step that is undone, the worker is quarantined: its weights may be a mix of two versions.
 
         Parameters
         ----------
@@ -323,7 +325,13 @@ class LiveWeights:
         times: dict[str, float] = {}
         began = time.perf_counter()
         errors: list[str] = []
-        outcome = self._swap(staged, agree, errors, times)
+        outcome: Outcome = "quarantined"
+        try:
+            with _noting(errors):
+                outcome = self._swap(staged, agree, errors, times)
+        except BaseException:  # such as an interrupt in the middle of a write
+            self.quarantine()
+            raise
         times["total_ms"] = (time.perf_counter() - began) * 1e3
         if outcome == "quarantined":
             self.quarantine()
