@@ -23,6 +23,8 @@ def test_the_table_fits_80_columns(columns: int | None) -> None:
     for name in ("full weights", "XOR + zstd-1", "deltawire ", "deltawire, no relays"):
         assert [line for line in lines if line.startswith(name)]
     assert "First limit" in done.stdout
+    assert [line for line in lines if line.startswith("deltawire *")]
+    assert "slower and cost more than the table says" in " ".join(done.stdout.split())
 
 
 def test_the_page_shows_what_the_command_prints() -> None:

@@ -88,6 +88,11 @@ class MethodPlan:
     limits: Sequence[Limit]
 
     @property
+    def is_reachable(self) -> bool:
+        """Whether no limit is exceeded. Otherwise the run is slower than the plan says, and costs more."""
+        return self.limits[0].share <= 1
+
+    @property
     def dollars(self) -> float:
         """The dollars for each step."""
         return self.egress_dollars + self.gpu_dollars
@@ -264,5 +269,6 @@ def _as_json(one: MethodPlan, full: MethodPlan) -> dict[str, Any]:
             }
             for arrival in one.arriving
         ],
+        "reachable": one.is_reachable,
         "limits": [{**asdict(limit), "share": limit.share} for limit in one.limits],
     }

@@ -122,6 +122,16 @@ def test_a_link_never_carries_more_than_its_rate() -> None:
     assert full.limits[0].name.startswith("link")
 
 
+def test_a_plan_beyond_a_limit_says_so() -> None:
+    """Tasks of 1.6 s for 1,024 members are more requests than the trainer can make; tasks of 60 s are not."""
+    small, large = (
+        plan(Workload.of_model(8e9), network(members=512), FleetShape(task_tokens=tokens), seed=None).method(DELTAWIRE)
+        for tokens in (4_096, 150_000)
+    )
+    assert small.limits[0].name == "requests of the trainer"
+    assert (small.is_reachable, large.is_reachable) == (False, True)
+
+
 def test_the_fleet_in_virtual_time_sets_the_pace() -> None:
     for method in plan(Workload.of_model(70e9), network()).methods:
         assert method.step_seconds == pytest.approx(method.formula_seconds, rel=0.1)
@@ -157,6 +167,7 @@ def test_the_report_is_plain_json() -> None:
         "dollars_per_step",
         "tokens_per_dollar",
         "regions",
+        "reachable",
         "limits",
     }
 

@@ -43,7 +43,7 @@ def plan_lines(report: PlanReport, width: int = _WIDEST) -> list[str]:
 
 def _row(one: MethodPlan) -> tuple[str, ...]:
     return (
-        one.name,
+        one.name if one.is_reachable else f"{one.name} *",
         figures.size(round(one.bytes_per_step)),
         _seconds(one.median_behind),
         _seconds(one.worst.behind),
@@ -66,7 +66,12 @@ def _limits(report: PlanReport) -> list[str]:
     lines = ["First limit, and the share of it that is used:"]
     for one in report.methods:
         first = one.limits[0]
-        lines.append(f"  {one.name}: {first.name}, {100 * first.share:.3g}%")
+        lines.append(f"  {one.name}: {first.name}, {100 * first.share:.3g}%{'' if one.is_reachable else ' (too much)'}")
+    if not all(one.is_reachable for one in report.methods):
+        lines.append(
+            "Methods with a star use more than there is, so they are slower and cost more than the table says. Fewer and larger tasks "
+            "(--tokens) need fewer requests."
+        )
     return lines
 
 
