@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..errors import DataDamaged, DataMissing, LimitExceeded, ObjectMissing, VersionGone
+from ..errors import DataDamaged, DataMissing, LimitExceeded, ObjectMissing, StoreUnavailable, VersionGone
 from ..events import OnEvent, Stopwatch, emit
 from ..format.content_hash import content_hash, new_hash
 from ..format.records.record_parts import FileEntry, Limits
@@ -127,21 +129,46 @@ class Fetcher:
                     future.cancel()
 
     def fetch_to_file(
-        self, entry: FileEntry, path: Path, *, collected: WasCollected | None = None, progress: Progress | None = None
+        self,
+        entry: FileEntry,
+        path: Path,
+        *,
+        resume: bool = False,
+        collected: WasCollected | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Write an object to a new file, through buffers of limited size. Afterwards the file is complete and on disk.
 
-        Raises the errors of `fetch`, `FileExistsError`, or `OSError` if the file cannot be written. After an error there is no file.
+        Raises the errors of `fetch`, `FileExistsError`, or `OSError` if the file cannot be written. After an error there is no file. With
+        `resume` there may be a file: one from an earlier call that failed or was killed is continued, and what came before the store
+        failed stays there. All of it is checked against the hash, so a file with other content is only overwritten.
+
+        Parameters
+        ----------
+        entry
+            The object.
+        path
+            The file, which no other process writes at the same time.
+        resume
+            Whether to continue the file.
+        collected
+            Called when the object is missing.
+        progress
+            Called with the number of bytes that were fetched now.
         """
         self._check(entry)
+        if resume:
+            _remove_unless_own_file(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if resume else os.O_EXCL), 0o666)
         try:
-            with path.open("xb") as file:
-                self._twice(entry, collected, lambda: self._copy(entry, file.fileno(), progress))
-                os.fsync(file.fileno())
-        except FileExistsError:
-            raise
-        except BaseException:
-            path.unlink(missing_ok=True)
+            try:
+                self._twice(entry, collected, lambda: self._copy(entry, descriptor, progress))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except BaseException as error:
+            if not (resume and isinstance(error, StoreUnavailable)):
+                path.unlink(missing_ok=True)
             raise
 
     def patiently(self, entry: FileEntry, collected: WasCollected | None, read: Callable[[], _Result]) -> _Result:
@@ -195,12 +222,32 @@ class Fetcher:
         return buffer
 
     def _copy(self, entry: FileEntry, descriptor: int, progress: Progress | None) -> None:
-        """Copy an object with two buffers: one is filled from the store while the other is hashed and written."""
+        """Copy an object to a file, which may already hold its beginning. Empties the file before it raises `DataDamaged`."""
+        begin = os.fstat(descriptor).st_size
+        if begin > entry.size:
+            begin = 0
+        found = self._copy_from(begin, entry, descriptor, progress)
+        if begin and found != entry.blake3:  # the file held something else
+            found = self._copy_from(0, entry, descriptor, progress)
+        if found != entry.blake3:
+            os.ftruncate(descriptor, 0)
+        self._compare(entry, found)
+
+    def _copy_from(self, begin: int, entry: FileEntry, descriptor: int, progress: Progress | None) -> str:
+        """Copy the rest of an object with two buffers: one is filled from the store while the other is hashed and written. Returns the hash
+        of the whole file.
+        """
+        os.ftruncate(descriptor, begin)
         os.lseek(descriptor, 0, os.SEEK_SET)
-        os.ftruncate(descriptor, 0)
         hasher = new_hash()
         windows = [np.empty(min(_WINDOW, entry.size), np.uint8).data for _ in range(2)]
-        starts = range(0, entry.size, _WINDOW)
+        with self.watch.phase("verify"):
+            while (left := begin - os.lseek(descriptor, 0, os.SEEK_CUR)) > 0:
+                count = os.readv(descriptor, [windows[0][: min(left, _WINDOW)]])
+                if not count:
+                    raise OSError(f"the file for {entry.key} became shorter while it was read.")
+                hasher.update(windows[0][:count])
+        starts = range(begin, entry.size, _WINDOW)
 
         def fill(number: int) -> memoryview:
             window = windows[number % 2][: min(_WINDOW, entry.size - starts[number])]
@@ -219,7 +266,7 @@ class Fetcher:
                     hasher.update(window)
                 with self.watch.phase("write"):
                     _write_all(descriptor, window)
-        self._compare(entry, hasher.hexdigest())
+        return hasher.hexdigest()
 
     def _fill(self, entry: FileEntry, buffer: memoryview, offset: int, progress: Progress | None) -> None:
         if len(buffer):
@@ -260,6 +307,14 @@ def read_header(store: Store, entry: FileEntry, *, most_tensors: int) -> Header:
         return parse_header(bytes(text), entry.size, most_tensors=most_tensors)
     except MalformedHeader as error:
         raise DataDamaged(f"{entry.key} in {store.url}: {error}") from error
+
+
+def _remove_unless_own_file(path: Path) -> None:
+    """Remove a link, a pipe or a file with several names, because writing to it could change something else."""
+    with contextlib.suppress(FileNotFoundError):
+        facts = os.lstat(path)
+        if not stat.S_ISREG(facts.st_mode) or facts.st_nlink != 1:
+            path.unlink()
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

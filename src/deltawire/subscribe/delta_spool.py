@@ -233,7 +233,6 @@ class DeltaSpool:
             if not (path.exists() and path.stat().st_size == entry.size):
                 self._drop_shards(keep=_KEPT_SHARDS - 1)
                 arriving = path.with_suffix(PART)
-                arriving.unlink(missing_ok=True)
                 context.to_file(hop, entry, arriving)
                 os.replace(arriving, path)
                 context.report.fetched([entry])

@@ -64,8 +64,8 @@ class SyncContext:
         return Fetcher(self.log.store, **self._fetching)
 
     def to_file(self, hop: Hop, entry: FileEntry, path: Path) -> None:
-        """Fetch a file of a hop into a new file. Afterwards it is checked and on disk."""
-        self.fetcher().fetch_to_file(entry, path, collected=was_collected(self.log, hop), progress=self.progress)
+        """Fetch a file of a hop. Afterwards it is checked and on disk. A file that an earlier call did not finish is continued."""
+        self.fetcher().fetch_to_file(entry, path, resume=True, collected=was_collected(self.log, hop), progress=self.progress)
 
     def to_memory(self, hop: Hop, entries: Sequence[FileEntry]) -> Iterator[tuple[FileEntry, memoryview]]:
         """Fetch files of a hop in order, and check them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from counting_store import CountingStore, Subscribe, events_of, names_of
 from support import bits_of
 from toy_chain import ToyChain, first_state
 
+from deltawire.chain import fetch
 from deltawire.errors import (
     ChainBroken,
     DataDamaged,
@@ -19,6 +21,7 @@ from deltawire.errors import (
     StoreUnavailable,
 )
 from deltawire.events import Event
+from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
@@ -151,3 +154,39 @@ def test_a_rewritten_history_is_noticed(subscribe: Subscribe) -> None:
     subscriber._chain.log._kept.clear()
     with pytest.raises((RollbackDetected, ChainBroken)):
         subscriber.sync()
+
+
+class CutStore(MemoryStore):
+    """A store whose link fails before the byte `cut` of a data object, once. It counts the bytes that were read."""
+
+    cut: int | None = None
+    read = 0
+
+    def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Any = None) -> None:
+        if self.cut is not None and key.startswith("data/") and offset + buffer.nbytes > self.cut:
+            self.cut = None
+            raise StoreUnavailable("cut.")
+        super().read_into(key, buffer, offset=offset, progress=progress)
+        self.read += buffer.nbytes if key.startswith("data/") else 0
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_mirror_continues_a_shard_that_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: bool) -> None:
+    monkeypatch.setattr(fetch, "_WINDOW", 100)
+    chain = ToyChain(CutStore())
+    store = chain.store
+    assert isinstance(store, CutStore)
+    anchor = chain.anchor(first_state())
+    size = max(entry.size for entry in anchor.files)
+    store.cut = size // 2
+    with Subscriber(store, tmp_path / "mirror") as subscriber:
+        with pytest.raises(StoreUnavailable):
+            subscriber.sync()
+        if not restarts:
+            subscriber.sync()
+    if restarts:
+        with Subscriber(store, tmp_path / "mirror") as subscriber:
+            subscriber.sync()
+    assert bits_of(Checkpoint(tmp_path / "mirror" / "current")) == bits_of(chain.state)
+    assert store.read <= sum(entry.size for entry in anchor.files) + 2 * 100
+    assert not list((tmp_path / "mirror").rglob(".part*"))

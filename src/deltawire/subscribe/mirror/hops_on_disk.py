@@ -60,8 +60,10 @@ class HopsOnDisk:
             for entry in hop.files:
                 assert entry.name is not None
                 if entry.name not in leave_out and not is_complete(folder / entry.name, entry):
-                    arriving = folder / _ARRIVING
-                    arriving.unlink(missing_ok=True)
+                    arriving = folder / f"{_ARRIVING}-{entry.blake3[:16]}"
+                    for other in folder.glob(f"{_ARRIVING}*"):  # of another checkpoint
+                        if other != arriving:
+                            other.unlink()
                     self._source.to_file(hop, entry, arriving)
                     os.replace(arriving, folder / entry.name)
                     self._report.fetched([entry])
