@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from live_server import LiveServer, LiveSidecar, wait_until
 from tiny_checkpoints import TinyModel
+
+from deltawire import Publisher, Version
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
 
@@ -25,11 +31,27 @@ PAGES = ("docs/serve.md", "docs/fleet.md")
 
 def commands() -> dict[str, list[str]]:
     """Return for each page the command that starts a server, and the one that updates it."""
-    found = {}
-    for page in PAGES:
-        (block,) = [block for block in blocks(ROOT / page) if block.run_by == "tests/vllm/test_page.py"]
-        found[page] = block.text.splitlines()
-    return found
+    return {page: block_with("vllm serve", page).splitlines() for page in PAGES}
+
+
+def block_with(text: str, page: str = "docs/serve.md") -> str:
+    """Return the one block of a page that this file runs and that contains a text."""
+    (block,) = [block for block in blocks(ROOT / page) if block.run_by == "tests/vllm/test_page.py" and text in block.text]
+    return block.text
+
+
+def run_lines(lines: str, server: LiveServer, replaced: Mapping[str, str] = MappingProxyType({})) -> list[dict[str, Any]]:
+    """Run the commands of a block against a server, and return what each prints. Commands after one that fails are not run."""
+    text = lines.replace("http://127.0.0.1:8000", server.url)
+    for written, meant in replaced.items():
+        text = text.replace(written, meant)
+    answers = []
+    for line in text.splitlines():
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env={**os.environ, "NO_PROXY": "*"})
+        if done.returncode:
+            return [*answers, {"failed": done.stderr}]
+        answers.append(json.loads(done.stdout or "{}"))
+    return answers
 
 
 @pytest.mark.slow
@@ -53,4 +75,33 @@ def test_a_server_and_a_sidecar_start_as_the_pages_say(
     sidecar = follow(server.url, run.store)
     wait_until(lambda: bool(sidecar.events("swapped")), "the first version")
     assert sidecar.events("swapped")[-1]["seq"] == version.seq
+    (status,) = run_lines(block_with("deltawire_status"), server)
+    assert [worker["seq"] for worker in status["results"]] == [version.seq]
+    sidecar.kill()
+    check_routes_of_a_trainer(run, server)
     assert re.fullmatch(r"deltawire member --from \S+ --env \S+ --engine vllm=http://127.0.0.1:8000", by_page["docs/fleet.md"][1])
+
+
+def check_routes_of_a_trainer(run: Run, server: LiveServer) -> None:
+    """Run the page's requests of a trainer, with a version, a fence and a location that does not exist."""
+    steps = block_with("init_weight_transfer_engine")
+
+    def bring(seq: int, *, url: str = run.store) -> list[dict[str, Any]]:
+        return run_lines(steps, server, {'"seq": 12': f'"seq": {seq}', '"12"': f'"{seq}"', "s3://bucket/run": url})
+
+    version = run.publish()
+    with Publisher(run.store, attachments={"config.json": run.checkpoint / "config.json"}) as next_publisher:
+        last = next_publisher.publish(run.state)
+    assert isinstance(last, Version)
+    assert last.seq == version.seq + 2  # the commit between them is a fence
+    assert len(bring(version.seq)) == len(steps.splitlines())
+    assert server.routes.weight_version() == str(version.seq)
+
+    missing = bring(last.seq, url=f"{run.store}-missing")
+    assert [sorted(answer) for answer in missing[:3]] == [["message"], ["status"], ["message"]]  # also for a wrong url
+    assert "failed" in missing[3]
+    assert "failed" in bring(version.seq + 1)[-1]
+    assert [(worker["seq"], worker["quarantined"]) for worker in server.routes.status()] == [(version.seq, False)]
+    assert len(bring(last.seq)) == len(steps.splitlines())  # it begins again after a failed update
+    assert not server.routes.is_paused()
+    assert [worker["seq"] for worker in server.routes.status()] == [last.seq]

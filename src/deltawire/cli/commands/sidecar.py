@@ -104,7 +104,7 @@ def sidecar(
         typer.Option(
             "--confirm",
             metavar="CHECK",
-            help="After each swap, read back everything, what was written, or (auto) what takes little time: auto, written, everything.",
+            help="Check by digest in the swap if that is quick (auto), by digest after it (written), or read all back in it (everything).",
         ),
     ] = Confirm.auto,
     gpu_share: Annotated[
@@ -147,7 +147,7 @@ def sidecar(
 
     Start the server on the same machine with `VLLM_SERVER_DEV_MODE=1` and `--weight-transfer-config '{"backend": "deltawire"}'`. The
     sidecar fetches deltas, and the server decodes them against its own weights while it generates. The server is paused only while the
-    changed weights are written and read back. If it must load a full checkpoint, such as its first version, it does so from the store, with
+    changed weights are written and checked. If it must load a full checkpoint, such as its first version, it does so from the store, with
     its own credentials, or from a mirror. Sidecar and server may be restarted at any time. If the weights of the server are in an unknown
     state, it stays paused until it has loaded a full checkpoint.
 

@@ -73,7 +73,7 @@ class ReplicaSettings:
     run
         The name that the run must have, for workers that load from the store.
     confirm
-        What the workers read back after each update: "auto", "written" or "everything".
+        What the workers check after each update: "auto", "written" or "everything". `InitInfo` in backend.py describes them.
     threads
         Number of threads for decoding and digests. None means one per core.
     trusted_keys

@@ -60,7 +60,8 @@ class Sidecar:
     kv_cache
         What happens to keys and values that the old weights computed.
     confirm
-        What the workers read back after each update: "written", "everything", or "auto", which reads all that takes little time.
+        What the workers check. "everything" reads all weights back in the swap. "written" digests them after it. "auto" digests them in it
+        if that is quick; a GPU does so while it writes, and does not read the values back.
     spool
         The directory from which the workers take deltas. None means a directory in memory (/dev/shm), or in this user's cache.
     canary
