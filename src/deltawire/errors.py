@@ -59,7 +59,8 @@
     │   ├── EngineUnavailable       it does not answer, pause or resume
     │   │   └── EngineAsleep        its weights are not in the memory of its device
     │   ├── EngineRefused           it cannot load these weights: names or shapes differ
-    │   │   └── EngineDtypeDiffers  the types of a tensor differ
+    │   │   ├── EngineDtypeDiffers  the types of a tensor differ
+    │   │   └── EngineModelDiffers  the model of a server is not the one of the chain
     │   ├── PeerUnreadable          a worker cannot read the memory of another worker
     │   ├── SwapFailed              a swap failed and was reverted; the engine serves the old version
     │   ├── EngineQuarantined       it stays paused because its weights are in an unknown state
@@ -479,6 +480,12 @@ class EngineDtypeDiffers(EngineRefused):
     """A tensor has one type in the engine and another in the chain. The engine continues to serve its own weights."""
 
     hint = "Nothing is cast, so that the engine serves exactly the bits that were published."
+
+
+class EngineModelDiffers(EngineRefused):
+    """The tensors of a chain do not fit the model that a server has loaded. Nothing was changed, and the server continues to serve it."""
+
+    hint = "Name the right chain, or start the server with a checkpoint of this chain, such as the files that `deltawire pull` writes."
 
 
 class PeerUnreadable(EngineError):

@@ -34,6 +34,8 @@ class ServerDouble:
         self.answers: list[str] = []
         self.is_live = True
         """True if deltas can be decoded against the live weights."""
+        self.misfit: str | None = None
+        """The reason why the tensors of the chain do not fit the model."""
         self.asleep = self.held = False
         self.leases: list[tuple[float, bool]] = []
         self.completions, self.completions_status = CompletionsDouble(), 500
@@ -77,6 +79,7 @@ class ServerDouble:
             raise EngineUnreachable("no answer.")
         core = {"one_call": self.one_call, "paused": self.paused, "asleep": self.asleep, "held": self.held}
         core |= {"live": self.is_live, "why_not": None if self.is_live else "of its layout", "commit": self.commit, "digest": self.digest}
+        core |= {"misfit": self.misfit, "loaded_types": "bfloat16"}
         return [{**self.worker, **core}, {**self.worker, **core}]
 
     def learn(self, table: Path) -> list[dict[str, Any]]:

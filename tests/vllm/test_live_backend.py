@@ -17,11 +17,12 @@ from tiny_checkpoints import State, TinyModel, train
 from deltawire import Subscriber
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.routes import Routes
+from deltawire.dtypes import dtype_named
 from deltawire.format.records.record_parts import CommitRef
 from deltawire.store import open_store
 from deltawire.subscribe.delta_spool import DeltaSpool
 from deltawire.subscribe.sync_context import SyncContext
-from deltawire.subscribe.tensor_table import read_tensor_table, write_table
+from deltawire.subscribe.tensor_table import TensorSpec, read_tensor_table, write_table
 
 pytestmark = pytest.mark.slow
 
@@ -386,6 +387,34 @@ def test_a_layout_that_cannot_be_updated_says_why(tmp_path: Path, monkeypatch: p
         monkeypatch.delenv("DELTAWIRE_LEARN")
         assert "SpoolError" not in (backend.learn(str(tmp_path / "nothing.json"))["why_not"] or "SpoolError")
         assert backend.learn(str(chain.spool.table_path))["live"]
+    backend.shutdown()
+
+
+def test_a_chain_that_does_not_fit_the_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    model, recipe = CASES["int4"]
+    right, int4, fp8 = (Chain(tmp_path / str(each), model, each, versions=1) for each in (None, recipe, "fp8-channel"))
+    adapter = DeltaSpool(tmp_path / "adapter")
+    matrix = TensorSpec(dtype_named("F32"), (8, 64))
+    write_table(adapter.table_path, {f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_A.weight": matrix for n in range(50)})
+    loaded = load_model(right.checkpoints[0])
+    before = memory(loaded.model)
+    backend = start_backend(loaded, spool=str(tmp_path / "spool"), url=int4.url)
+    with loaded.active():
+        for spool in (int4.spool, fp8.spool, adapter):
+            status = backend.learn(str(spool.table_path))
+            assert not status["live"]
+            assert "tensors do not fit" in status["misfit"]
+            assert len(status["misfit"]) < 600
+            assert status["loaded_types"] == "bfloat16"
+        for info in ({"url": int4.url}, {"url": fp8.url}, {"mirror": mirrored(int4, tmp_path, 0)}):
+            backend.init_transfer_engine(type(backend._info)(spool=str(tmp_path / "spool"), **info))
+            answer = backend.swap(int4.commits[0].seq)
+            assert (answer["outcome"], answer["quarantined"]) == ("refused", False), answer
+            assert "does not fit the model" in answer["error"]
+        assert not difference(memory(loaded.model), before)
+        status = backend.learn(str(right.spool.table_path))
+        assert (status["live"], status["misfit"]) == (True, None), status["why_not"]
+        assert backend.adopt(right.ref(0).plain())["seq"] == right.commits[0].seq
     backend.shutdown()
 
 

@@ -6,9 +6,14 @@ import pytest
 from sidecar_scene import Scene
 
 from deltawire.chain.reports import QUARANTINED, REFUSED, SERVING
+from deltawire.dtypes import dtype_named
 from deltawire.engines.vllm.driver.routes import EngineUnreachable
 from deltawire.engines.vllm.driver.sidecar import QUARANTINED_LABEL
-from deltawire.errors import EngineQuarantined, EngineRefused, EngineUnavailable
+from deltawire.engines.vllm.model_fit import describe_types
+from deltawire.errors import EngineModelDiffers, EngineQuarantined, EngineRefused, EngineUnavailable
+from deltawire.format.records.record_parts import RecipeRecord
+from deltawire.quantise.recipe import Recipe
+from deltawire.subscribe.tensor_table import TensorSpec
 
 
 def test_a_version_is_staged_before_the_pause_and_named_before_the_server_continues(scene: Scene) -> None:
@@ -32,6 +37,34 @@ def test_a_version_that_cannot_be_staged_never_pauses_the_server(scene: Scene) -
         scene.sidecar.step()
     assert scene.server.calls == ["prepare"]
     assert scene.report().state == REFUSED
+
+
+def test_a_chain_of_another_model_ends_the_sidecar_and_leaves_the_server_alone(scene: Scene) -> None:
+    scene.publish()
+    scene.server.misfit = "1 of its 1 tensors do not fit: 'w'"
+    with pytest.raises(EngineModelDiffers, match=r"holds F32 weights, but the server serves bfloat16: start it .* `deltawire pull .*'w'"):
+        scene.sidecar.run()
+    assert scene.server.calls == ["learn"]
+    assert (scene.server.name, scene.server.paused, scene.report().state) == ("default", False, REFUSED)
+    assert not scene.cached_mirror.exists()
+    assert "mirror-used" not in {event.name for event in scene.events}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name", "holds"),
+    [
+        ("int4-128", "w.weight_packed", "int4-128 weights"),
+        ("int4", "w.weight_packed", "int4 weights"),
+        ("fp8-block-ue8m0", "w", "fp8-block-ue8m0 weights"),
+        ("fp8-channel", "w", "fp8-channel weights"),
+        (None, "w", "F32 weights"),
+        (None, "w.lora_A.weight", "a LoRA adapter"),
+    ],
+)
+def test_the_weights_of_a_chain_are_described_by_their_recipe(recipe: str | None, name: str, holds: str) -> None:
+    table = {name: TensorSpec(dtype_named("F32"), (4,))}
+    values = {} if recipe is None else Recipe.of(recipe).to_json()
+    assert describe_types(table, RecipeRecord(values.pop("name"), values.pop("release"), values) if values else None) == holds
 
 
 def test_a_server_that_refuses_continues_with_what_it_has(scene: Scene) -> None:

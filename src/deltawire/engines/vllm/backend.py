@@ -317,6 +317,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             "unconfirmed": self._weights is not None and self._weights.is_unconfirmed,
             "last": dict(self._last),
             "draft": self._model.draft_status(),
+            "loaded_types": self._model.loaded_types,
             "kept_bytes": 0 if self._bases is None else self._bases.nbytes,
             **({"live": False} if updates is None else updates.status()),
         }

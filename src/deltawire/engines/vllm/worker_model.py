@@ -12,7 +12,7 @@ import torch
 
 from ...codec.gpu.device import compile_kernels
 from ...dtypes import payload_type
-from ...errors import CheckpointError, CodecUnavailable, EngineRefused
+from ...errors import CheckpointError, CodecUnavailable, EngineModelDiffers, EngineRefused
 from ...format.bundle_names import MAIN
 from ...format.checkpoints.checkpoint import Checkpoint
 from ...subscribe.tensor_table import TensorSpec, TensorTable
@@ -20,6 +20,7 @@ from . import loading
 from .draft import Draft, Modules, draft_of, load_both, main_bundle
 from .layout.model_layout import DRAFT_PREFIX, ModelLayout, learn_layout
 from .layout.types import ModuleRule, Scatter
+from .model_fit import find_misfit
 from .modules.load_module import ModuleLoad
 from .modules.recompute import process_again, recompute
 
@@ -69,12 +70,14 @@ class WorkerModel:
     def learn_layout(self, table: TensorTable) -> ModelLayout:
         """Return where the model keeps each element of these tensors. Call it on the worker's main thread.
 
+        Raises `EngineModelDiffers` if the model cannot load them.
+
         Parameters
         ----------
         table
             The tensors of the chain.
         """
-        self._table = table
+        before, self._table = self._table, table
         if self._learnt is not None and self._learnt[0] == table and self._learnt[1].is_valid_for(self.model):
             return self._learnt[1]
         draft = self._following
@@ -82,6 +85,9 @@ class WorkerModel:
         layout = learn_layout(
             self.model, self._vllm_config, table, draft=None if draft is None else draft.model, draft_bundle=bundle or MAIN
         )
+        if misfit := find_misfit(table, self._loaded_table(), layout.rejected):
+            self._table = before
+            raise EngineModelDiffers(misfit)
         is_useful = any(tensor.kind != "module" for tensor in layout.tensors.values())
         self._learnt = (table, layout) if is_useful else None
         return layout
@@ -91,13 +97,11 @@ class WorkerModel:
 
         Later, the KV cache occupies the memory that learning needs, and requests would wait for the compiler.
         """
-        try:
-            checkpoint = self.checkpoint()
-        except (CheckpointError, OSError):  # the layout is learnt later
+        table = self._loaded_table()
+        if table is None:  # the layout is learnt later
             return
-        entries = {name: checkpoint.entry(name) for name in sorted(checkpoint)}
-        self.learn_layout({name: TensorSpec(entry.dtype, entry.shape) for name, entry in entries.items()})
-        widths = {width for name, entry in entries.items() for width in (entry.dtype.width, payload_type(name, entry.dtype).width)}
+        self.learn_layout(table)
+        widths = {width for name, spec in table.items() for width in (spec.dtype.width, payload_type(name, spec.dtype).width)}
         with contextlib.suppress(CodecUnavailable):  # the first update reports it
             compile_kernels(next(self.model.parameters()).device, widths)
 
@@ -166,6 +170,21 @@ class WorkerModel:
     def draft_status(self) -> dict[str, Any] | None:
         """Return what the status says about the draft model. None if there is none."""
         return None if self.draft is None else self.draft.status(self._table)
+
+    @property
+    def loaded_types(self) -> str:
+        """What the server has loaded, in a few words: the kind of quantisation, or the type of the weights."""
+        config = self._vllm_config.model_config
+        return str(getattr(config, "quantization", None) or getattr(config, "dtype", "unknown")).removeprefix("torch.")
+
+    def _loaded_table(self) -> TensorTable | None:
+        """Return the tensors of the checkpoint that the server has loaded. None if it is not a directory of safetensors."""
+        try:
+            checkpoint = self.checkpoint()
+        except (CheckpointError, OSError):
+            return None
+        entries = {name: checkpoint.entry(name) for name in sorted(checkpoint)}
+        return {name: TensorSpec(entry.dtype, entry.shape) for name, entry in entries.items()}
 
     @property
     def _following(self) -> Draft | None:

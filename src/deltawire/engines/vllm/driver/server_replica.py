@@ -26,7 +26,7 @@ from ....chain.reports import QUARANTINED, REFUSED
 from ....chain.restore import Hop
 from ....chain.version import Version
 from ....chain.walk_route import taking, walk_route
-from ....errors import ChainError, DecodingDiffers, EngineQuarantined, EngineRefused, SpoolError
+from ....errors import ChainError, DecodingDiffers, EngineModelDiffers, EngineQuarantined, EngineRefused, SpoolError
 from ....events import OnEvent, Value, emit
 from ....format.digest import Digest
 from ....format.records.version_records import Commit
@@ -34,10 +34,11 @@ from ....subscribe.delta_spool import DeltaSpool
 from ....subscribe.mirror.mirror import Mirror
 from ....subscribe.mirror.mirror_replica import MirrorReplica
 from ....subscribe.sync_context import SyncContext
-from ....subscribe.tensor_table import read_tensor_table, write_table
+from ....subscribe.tensor_table import TensorTable, read_tensor_table, write_table
 from ...base import KvCache
 from ...swap.swap_controller import SwapController, SwapRecord, SwapState
 from .. import QUARANTINED_LABEL
+from ..model_fit import describe_types, is_adapter
 from .routes import EngineUnreachable, WorkerStatus
 from .server_update import OneCallUpdate, PausableServer, RoutesUpdate, ServerUpdate, has_version, label, worker_errors
 
@@ -226,11 +227,13 @@ class ServerReplica:
         self._commit = self._labelled(workers, context)
         try:
             (anchor, *_) = context.routes.find(None, target)
-            write_table(self._spool.table_path, read_tensor_table(context, anchor))
+            table = read_tensor_table(context, anchor)
+            write_table(self._spool.table_path, table)
         except (ChainError, SpoolError) as error:  # a mirror may have a way without this checkpoint
             self._tell_why_not(str(error))
             return
         workers = self._routes.learn(self._spool.table_path)
+        self._check_fit(workers, table, target)
         self._is_live = all(worker["live"] for worker in workers)
         self._tell_draft(workers)
         self._tell_why_not(next((str(worker["why_not"]) for worker in workers if worker.get("why_not")), None))
@@ -238,6 +241,18 @@ class ServerReplica:
             self._commit = self._labelled(workers, context)
         if self._is_live and self._commit is None and self.controller.state is not SwapState.QUARANTINED:
             self._commit = self._adopt(_started_with(workers, target, anchor.target, context), context)
+
+    def _check_fit(self, workers: Sequence[WorkerStatus], table: TensorTable, target: Commit) -> None:
+        """Raise `EngineModelDiffers` if the tensors of the chain do not fit the model of the server."""
+        reason = next((str(worker["misfit"]) for worker in workers if worker.get("misfit")), None)
+        if reason is None:
+            return
+        url, holds = self._settings.url, describe_types(table, target.recipe)
+        serves = next((str(worker["loaded_types"]) for worker in workers if worker.get("loaded_types")), "another model")
+        remedy = f"name it with --lora NAME={url}" if is_adapter(table) else f"start it with the files of `deltawire pull {url} DIR`"
+        error = EngineModelDiffers(f"the chain holds {holds}, but the server serves {serves}: {remedy}. The chain is not used: {reason}.")
+        self._report(REFUSED, None if self._commit is None else self._commit.seq, error.message)
+        raise error
 
     def _labelled(self, workers: Sequence[WorkerStatus], context: SyncContext) -> Commit | None:
         """Return the version that the workers have and the server is labelled with. None if it is no version of this chain."""

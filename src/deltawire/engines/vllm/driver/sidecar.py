@@ -22,7 +22,7 @@ from blake3 import blake3
 from ....chain.reader_options import ReaderOptions
 from ....chain.reports import SERVING, put_report
 from ....chain.version import Version
-from ....errors import DecodingDiffers, DeltawireError, EngineError, NoChain, StoreError
+from ....errors import DecodingDiffers, DeltawireError, EngineError, EngineModelDiffers, NoChain, StoreError
 from ....events import Event, OnEvent, emit
 from ....store import Store, open_store
 from ....subscribe import Subscriber
@@ -165,7 +165,7 @@ class Sidecar:
                 failures = 1
             except DeltawireError as error:
                 self._problem = str(error)
-                if not (error.retryable or isinstance(error, EngineError)):
+                if isinstance(error, EngineModelDiffers) or not (error.retryable or isinstance(error, EngineError)):
                     raise
                 failures = min(failures + 1, _MOST_DOUBLINGS)
                 if error is not self._replica.controller.last_error:  # the controller has reported its own errors

@@ -90,6 +90,8 @@ class LoaderCopies:
     """The raw parameters that the loaders of refused tensors write to, as far as that is known."""
     parameters: list[RawParameter] = field(default_factory=list)
     """All raw parameters of the model."""
+    rejected: dict[str, str] = field(default_factory=dict)
+    """The tensors for which a loader raised an error, and the error."""
 
     def in_bundle(self, bundle: str) -> LoaderCopies:
         """Return the same with names of the chain, if these are names in a bundle.
@@ -103,7 +105,7 @@ class LoaderCopies:
         def named(found: Mapping[str, _Value]) -> dict[str, _Value]:
             return {join_name(bundle, name): value for name, value in found.items()}
 
-        return LoaderCopies(named(self.copies), named(self.refused), named(self.touched), self.parameters)
+        return LoaderCopies(named(self.copies), named(self.refused), named(self.touched), self.parameters, named(self.rejected))
 
 
 def missing_parts() -> list[str]:
@@ -161,6 +163,7 @@ def record_copies(model: Any, vllm_config: Any, table: TensorTable, *, bundle: s
                     if not recorder.is_exhausted:
                         recorder.refuse(table, f"its loader failed: {error!r}", is_traced=False)
                     break
+                recorder.rejected[recorder.current] = _brief(error)
                 recorder.refuse([recorder.current], f"its loader failed: {_brief(error)}", is_traced=False)
             else:
                 if not recorder.is_exhausted:
@@ -248,6 +251,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._touched: dict[str, dict[RawParameter, None]] = {}
         self._untraced: set[str] = set()
         self._scalars: dict[float, torch.Tensor] = {}
+        self.rejected: dict[str, str] = {}
         self.current: str | None = None
         self.is_exhausted = False
 
@@ -282,7 +286,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self._refuse_overwritten()
         copies = {name: self._copies.get(name, []) for name in self._seen if name not in self._refused}
         touched = {name: list(found) for name, found in self._touched.items() if name in self._refused.keys() - self._untraced}
-        return LoaderCopies(copies, dict(self._refused), touched, list(self._parameters))
+        return LoaderCopies(copies, dict(self._refused), touched, list(self._parameters), self.rejected)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -95,6 +95,8 @@ class ModelLayout:
         self.tensors = dict(tensors)
         self.modules = dict(modules)
         self.facts = facts or LearningFacts()
+        self.rejected: Mapping[str, str] = {}
+        """The tensors for which the model's loader raised an error, and the error."""
         self.owned: dict[str, frozenset[int]] = {}
         """For tensors of which other workers own some elements: the numbers of the placements that this worker owns."""
         self._copies = copies or {}
@@ -280,11 +282,12 @@ def learn_layout(
         learner = _Learner(vllm_config, table, most_bytes)
         copies = record_copies(model, vllm_config, table)
         if not any(copies.copies.values()):  # updates would write nothing, and all tensors would seem to be those of other workers
-            return _unknown(table, f"the loader of {type(model).__name__} copies no tensor of the chain")
+            return _unknown(table, f"the loader of {type(model).__name__} copies no tensor of the chain", copies.rejected)
         learner.add(model, copies)
         if draft is not None:
             learner.add(draft, record_copies(draft, vllm_config, table, bundle=draft_bundle, prefix=DRAFT_PREFIX))
         layout = learner.layout(model)
+        layout.rejected = copies.rejected
         _give_back_memory(model)
     except Exception as error:
         return _unknown(table, f"its layout cannot be learnt: {type(error).__name__}: {error}")
@@ -298,9 +301,11 @@ def _give_back_memory(model: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def _unknown(table: TensorTable, reason: str) -> ModelLayout:
+def _unknown(table: TensorTable, reason: str, rejected: Mapping[str, str] | None = None) -> ModelLayout:
     tensors = {name: TensorLayout(spec, "module", reason=reason) for name, spec in sorted(table.items())}
-    return ModelLayout(tensors, {}, (), LearningFacts(unlearnt={"": reason}))
+    layout = ModelLayout(tensors, {}, (), LearningFacts(unlearnt={"": reason}))
+    layout.rejected = rejected or {}
+    return layout
 
 
 @dataclass(slots=True)

@@ -136,6 +136,8 @@ class ColdStart:
         assert weights is not None
         assert table is not None
         self._updates.learn_table(table)
+        if misfit := self._misfit():
+            return misfit
         found = self._load_checkpoint(whole_tensors(weights, module_order(table)), held.record.ref, times)
         return SwapOutcome(found.outcome, found.error, times)
 
@@ -147,6 +149,8 @@ class ColdStart:
             return SwapOutcome("refused", "; ".join(errors) or "the workers have not found the same route.")
         if route.table is not None:
             self._updates.learn_table(route.table)
+            if misfit := self._misfit():
+                return misfit
         if self._updates.why_not is not None and any(hop.base is not None for hop in route.hops):
             return SwapOutcome(
                 "refused", f"deltas cannot be applied to these weights, so only a mirror has the version: {self._updates.why_not}"
@@ -164,6 +168,14 @@ class ColdStart:
         with contextlib.suppress(SpoolError):
             spool.keep_only(KEPT_HOPS)
         return SwapOutcome("made", times=times)
+
+    def _misfit(self) -> SwapOutcome | None:
+        """Return a refusal if the model of any worker cannot load the tensors that were learnt last. None if all can."""
+        reason = self._updates.misfit
+        failed = failed_ranks(reason is not None)
+        if not failed:
+            return None
+        return SwapOutcome("refused", f"the chain does not fit the model: {reason or f'workers {failed} cannot load its tensors'}.")
 
     def _find(self, spool: FetchingSpool, seq: int, anew: bool, errors: list[str]) -> _Route | None:
         """Find a route, and fetch what is not the checkpoint itself. Returns None after a failure."""

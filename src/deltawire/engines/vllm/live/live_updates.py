@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ....errors import BaseMismatch, DeltawireError
+from ....errors import BaseMismatch, DeltawireError, EngineModelDiffers
 from ....format.digest import Digest
 from ....format.records.record_parts import CommitRef
 from ....subscribe.delta_spool import DeltaSpool
@@ -56,6 +56,8 @@ class LiveUpdates:
         self._staging = LiveStaging(weights, self._spool)
         self.why_not = why_not
         """The reason why updates cannot be written to live memory. None if they can. It is None in all workers or in none."""
+        self.misfit: str | None = None
+        """The reason why the model cannot load the tensors of the chain at all. None if it can, as far as this worker knows."""
         self._digest: Digest | None = None
         """The digest of what this worker owns. None if it is not known."""
         self._replicated: Mapping[tuple[int, ...], Digest] = {}
@@ -101,6 +103,7 @@ class LiveUpdates:
             Why this worker could not read them.
         """
         self._staging.forget()
+        self.misfit = None
         version = self.weights.version
         if failed_ranks(table is None or table != self.weights.table or self.weights.why_not is not None):
             reason = self._learn(table) if table is not None else reason
@@ -231,6 +234,7 @@ class LiveUpdates:
         return {
             "live": self.why_not is None,
             "why_not": self.why_not,
+            "misfit": self.misfit,
             "commit": None if version is None else version.ref.commit,
             "digest": None if self._digest is None else self._digest.hex(),
             "tensors": dict(self._kinds),
@@ -260,6 +264,9 @@ class LiveUpdates:
         try:
             self.weights.learn(table, alone=False)
             return self.weights.why_not
+        except EngineModelDiffers as error:
+            self.misfit = error.message
+            return self.misfit
         except Exception as error:
             logger.exception("deltawire: the layout of the weights cannot be learnt")
             return f"{type(error).__name__}: {error}"
