@@ -173,7 +173,7 @@ class WorkerModel:
 
     @property
     def loaded_types(self) -> str:
-        """What the server has loaded, in a few words: the kind of quantisation, or the type of the weights."""
+        """A few words about the loaded weights: the kind of quantisation, or the type of the weights."""
         config = self._vllm_config.model_config
         return str(getattr(config, "quantization", None) or getattr(config, "dtype", "unknown")).removeprefix("torch.")
 
