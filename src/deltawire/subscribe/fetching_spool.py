@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +63,9 @@ class FetchingSpool(DeltaSpool):
         self._opened: ChainView | None = None
 
     def hop(self, base: CommitRef, seq: int) -> SpooledHop | None:
-        """Return the hop from a commit to commit `seq`, and fetch it if it is not there. None if no single hop leads there.
+        """Return the hop from a commit to commit `seq`, and fetch it if it is not there. None if no single delta leads there.
+
+        Fences on the way do not count: they have no files, and the version after them has the same base as they have.
 
         Raises the errors of `DeltaSpool.put`, and `VersionUnknown` if commit `seq` makes no version of the chain.
         """
@@ -73,10 +76,11 @@ class FetchingSpool(DeltaSpool):
         context = self._context()
 
         def take(hops: Sequence[Hop]) -> SpooledHop | None:
-            if len(hops) != 1 or hops[0].base is None:
+            deltas = [hop for hop in hops if hop.source != "fence"]
+            if len(deltas) != 1 or deltas[0].base is None:
                 return None
-            with taking(hops[0]):
-                put = self.put(hops[0], context)
+            with taking(deltas[0]):
+                put = self.put(dataclasses.replace(deltas[0], base=base.seq), context)
             self.keep_only(KEPT_HOPS)
             return put
 

@@ -48,6 +48,17 @@ def test_a_worker_without_a_sidecar_gets_no_hop_if_it_needs_several_or_a_checkpo
     spool.close()
 
 
+def test_a_worker_without_a_sidecar_gets_the_delta_after_a_fence(tmp_path: Path) -> None:
+    chain = grown_chain()
+    chain.claim(2)
+    chain.delta()
+    spool = FetchingSpool(tmp_path, chain.store, options=ReaderOptions(patience=0))
+    assert spool.hop(chain.ref(4), 6) == SpooledHop(chain.commits[4], chain.commits[6], chain.commits[6].files, "commit")
+    assert DeltaSpool(tmp_path).hop(chain.ref(4), 6) is not None
+    assert spool.hop(chain.ref(3), 6) is None  # two deltas
+    spool.close()
+
+
 def test_a_fetching_spool_opens_and_closes_its_own_store(tmp_path: Path) -> None:
     chain = directory_chain(tmp_path / "store")
     spool = FetchingSpool(tmp_path / "spool", str(tmp_path / "store"))

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from ....errors import BaseMismatch, SpoolError
+from ....errors import BaseMismatch, EngineRefused, SpoolError
 from ....format.delta_file import DeltaBytes
 from ....format.records.record_parts import CommitRef, FileEntry
+from ....subscribe.fetching_spool import FetchingSpool
 from .live_weights import DeltaHop, LiveWeights
 from .update_types import StagedUpdate
 
@@ -111,6 +112,11 @@ class LiveStaging:
         if version is None:
             raise BaseMismatch(f"an update to commit {seq} cannot be staged, because the version of the weights is unknown.")
         hop = self._spool.hop(version.ref, seq)
+        if hop is None and isinstance(self._spool, FetchingSpool):
+            raise EngineRefused(
+                f"commit {seq} cannot be staged: several hops, or a full checkpoint, lead there from commit {version.ref.seq}.",
+                hint="Prepare the versions between them first, or update without preparing, which takes longer.",
+            )
         if hop is None:
             raise SpoolError(f"the spool has no update from commit {version.ref.seq} to {seq}.")
         return self._weights.stage(hop, self._spool.open, self._spool.peek)
