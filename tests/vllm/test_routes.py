@@ -13,7 +13,7 @@ import pytest
 
 from deltawire.engines.http_session import http_session
 from deltawire.engines.vllm.driver import routes as module
-from deltawire.engines.vllm.driver.routes import EngineUnreachable, RouteFailed, VllmRoutes
+from deltawire.engines.vllm.driver.routes import EngineUnreachable, RouteFailed, VllmRoutes, WrongServer
 
 
 class SlowServer(ThreadingHTTPServer):
@@ -130,3 +130,33 @@ def test_a_session_forgets_requests_that_have_ended(server: SlowServer) -> None:
             one.answer()
         session.ask("GET", "/health", timeout=60)
         assert len(session._pending) <= 1  # the last one is forgotten after its answer was handed over
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "content", "error", "advice"),
+    [
+        (404, "application/json", '{"detail":"Not Found"}', WrongServer, "with VLLM_SERVER_DEV_MODE=1, and give its URL without /v1."),
+        (500, "application/json", '{"error":"Weight transfer not configured."}', WrongServer, """ '{"backend": "deltawire"}'."""),
+        (500, "application/json", '{"error":"unknown"}', RouteFailed, """ '{"backend": "deltawire"}'."""),
+        (501, "text/html;charset=utf-8", "<html>" * 1000, WrongServer, "VLLM_SERVER_DEV_MODE=1"),
+        (200, "text/html", "<html>" * 1000, WrongServer, "VLLM_SERVER_DEV_MODE=1"),
+    ],
+)
+def test_a_server_that_cannot_take_weights_gets_advice(
+    server: SlowServer, routes: VllmRoutes, monkeypatch: pytest.MonkeyPatch, status: int, kind: str, content: str, error: Any, advice: str
+) -> None:
+    def answer(handler: Handler) -> None:
+        handler.send_response(status)
+        handler.send_header("content-type", kind)
+        handler.end_headers()
+        handler.wfile.write(content.encode())
+
+    monkeypatch.setattr(Handler, "do_POST", answer)
+    with pytest.raises(RouteFailed) as raised:
+        routes.initialise({})
+    assert type(raised.value) is error
+    assert advice in str(raised.value)
+    assert str(status) in str(raised.value)
+    assert "<html>" not in str(raised.value)
+    assert len(str(raised.value)) < 300
+    routes.close()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from sidecar_scene import Scene
 
 from deltawire.chain.reports import QUARANTINED, REFUSED, SERVING
+from deltawire.cli.commands.sidecar import _Listener
 from deltawire.dtypes import dtype_named
-from deltawire.engines.vllm.driver.routes import EngineUnreachable
+from deltawire.engines.http_session import Answer
+from deltawire.engines.vllm.driver.routes import EngineUnreachable, WrongServer, failed_route
 from deltawire.engines.vllm.driver.sidecar import QUARANTINED_LABEL
 from deltawire.engines.vllm.model_fit import describe_types
 from deltawire.errors import EngineModelDiffers, EngineQuarantined, EngineRefused, EngineUnavailable
@@ -65,6 +69,53 @@ def test_the_weights_of_a_chain_are_described_by_their_recipe(recipe: str | None
     table = {name: TensorSpec(dtype_named("F32"), (4,))}
     values = {} if recipe is None else Recipe.of(recipe).to_json()
     assert describe_types(table, RecipeRecord(values.pop("name"), values.pop("release"), values) if values else None) == holds
+
+
+class StopAfter(threading.Event):
+    """Ends the loop of a sidecar after a number of steps, without waiting."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self._left = steps
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._left -= 1
+        if self._left == 0:
+            self.set()
+        return self.is_set()
+
+
+def test_a_server_that_was_never_reached_is_reported_once_for_each_reason(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene.publish()
+    reasons = ["/a: refused.", "/a: refused.", "/a: refused.", "/a: timed out."]
+
+    def refuse(info: object) -> None:
+        raise EngineUnreachable(reasons[0] if len(reasons) == 1 else reasons.pop(0))
+
+    monkeypatch.setattr(scene.server, "initialise", refuse)
+    scene.sidecar.run(stop=StopAfter(6))
+    waiting = [event for event in scene.events if event.name == "waiting"]
+    assert [str(event.fields["reason"]).partition(" Check")[0] for event in waiting] == ["/a: refused.", "/a: timed out."]
+    _Listener()(waiting[0])
+    assert "waits for the server: /a: refused." in capsys.readouterr().err
+
+
+def test_a_server_that_is_not_the_right_one_ends_the_sidecar_unless_it_was_before(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_found(info: object) -> None:
+        raise failed_route("/init_weight_transfer_engine", Answer(404, b'{"detail":"Not Found"}', "application/json"))
+
+    monkeypatch.setattr(scene.server, "initialise", not_found)
+    scene.publish()
+    with pytest.raises(WrongServer, match="VLLM_SERVER_DEV_MODE=1, and give its URL without /v1"):
+        scene.sidecar.run(stop=StopAfter(3))
+    monkeypatch.undo()
+    scene.serve()
+    scene.publish()
+    monkeypatch.setattr(scene.server, "initialise", not_found)
+    scene.sidecar.run(stop=StopAfter(3))  # the server may be one that is being restarted
+    assert "swap-failed" in {event.name for event in scene.events}
 
 
 def test_a_server_that_refuses_continues_with_what_it_has(scene: Scene) -> None:

@@ -41,10 +41,18 @@ class Answer:
 
     status: int
     content: bytes
+    content_type: str = ""
+
+    @property
+    def is_page(self) -> bool:
+        """True if the content is a page for browsers, which no engine sends."""
+        return self.content_type.startswith(("text/html", "application/xhtml"))
 
     @property
     def text(self) -> str:
-        """The beginning of the content, for error messages."""
+        """The beginning of the content, for error messages. For a page, only its type."""
+        if self.is_page:
+            return f"the answer is a page ({self.content_type[:80]})"
         return self.content[:2000].decode(errors="replace")
 
 
@@ -124,7 +132,7 @@ class HttpSession:
             patience = httpx.Timeout(timeout, connect=min(timeout, _CONNECT_SECONDS))
             content: dict[str, Any] = {} if body is None else {"json": body}
             response = await self._client.request(method, self._url + route, headers=headers, timeout=patience, **content)
-            return Answer(response.status_code, response.content)
+            return Answer(response.status_code, response.content, response.headers.get("content-type", ""))
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             reason = str(error) or type(error).__name__
             raise NoAnswer(f"{self._url}{route}: {reason}", refused=_is_refusal(error)) from error

@@ -260,6 +260,8 @@ class _Listener:
             self._notice(f"these files changed; restart the server to use them: {fields['files']}")
         elif event.name == "repaired":
             self._notice(f"version {fields['updates']} was loaded as a full checkpoint")
+        elif event.name == "waiting":
+            self._notice(f"waits for the server: {fields['reason']}")
         elif event.name in ("swap-failed", "sync-failed", "engine-lost", "report-failed"):
             self._notice(f"will try again: {fields['reason']}")
 

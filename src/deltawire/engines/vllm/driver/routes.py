@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ....errors import EngineError, EngineUnavailable
 from ...base import KvCache
-from ...http_session import HttpSession, NoAnswer, PendingAnswer, check_server_url, http_session
+from ...http_session import Answer, HttpSession, NoAnswer, PendingAnswer, check_server_url, http_session
 
 PauseMode = Literal["keep", "wait", "abort"]
 """Says what happens to requests in progress: "keep" continues them after the pause, "wait" finishes them first, "abort" ends them."""
@@ -43,11 +43,47 @@ class RouteFailed(EngineError):
         The HTTP status of the answer.
     text
         The beginning of the answer.
+    hint
+        What the user should do. None means the usual advice for the route.
     """
 
-    def __init__(self, route: str, status: int, text: str) -> None:
+    def __init__(self, route: str, status: int, text: str, *, hint: str | None = None) -> None:
         self.status = status
-        super().__init__(f"{route} failed with status {status}: {text}")
+        super().__init__(f"{route} failed with status {status}: {text}{_end(text)}", hint=hint or self.hint or _advice(route))
+
+
+class WrongServer(RouteFailed):
+    """The answer of a server shows that it is not vLLM, or that it was started without what deltawire needs. Waiting does not help."""
+
+    hint = "Start vLLM with VLLM_SERVER_DEV_MODE=1, and give its URL without /v1."
+
+
+_INIT = "/init_weight_transfer_engine"
+_BACKEND_ADVICE = """Start vLLM with --weight-transfer-config '{"backend": "deltawire"}'."""
+
+
+def _advice(route: str) -> str:
+    return _BACKEND_ADVICE if route == _INIT else ""
+
+
+def _end(text: str) -> str:
+    return "" if text.endswith((".", "}")) else "."
+
+
+def failed_route(route: str, answer: Answer) -> RouteFailed:
+    """Return the error for an answer that is of no use.
+
+    Parameters
+    ----------
+    route
+        The route of the request.
+    answer
+        The answer of the server.
+    """
+    if route == _INIT and "transfer not configured" in answer.text:
+        return WrongServer(route, answer.status, answer.text, hint=_BACKEND_ADVICE)
+    is_unknown = answer.status == 404 and not route.startswith(("/v1/load_lora", "/v1/unload_lora", "/v1/completions"))
+    return (WrongServer if is_unknown or answer.is_page else RouteFailed)(route, answer.status, answer.text)
 
 
 WorkerStatus = dict[str, Any]
@@ -207,7 +243,7 @@ class VllmRoutes:
 
     def initialise(self, info: Mapping[str, Any]) -> None:
         """Tell all workers where versions come from. `InitInfo` in backend.py describes the fields."""
-        self._post("/init_weight_transfer_engine", {"init_info": dict(info)})
+        self._post(_INIT, {"init_info": dict(info)})
 
     def learn(self, table: Path) -> list[dict[str, Any]]:
         """Let all workers learn where they keep the tensors of a chain, which the file of a table names. Returns their status."""
@@ -312,8 +348,8 @@ class VllmRoutes:
                 answer = pending.answer()
             finally:
                 pending.cancel()
-            if not 200 <= answer.status < 300:
-                raise RouteFailed(route, answer.status, answer.text)
+            if not 200 <= answer.status < 300 or (is_json and answer.is_page):
+                raise failed_route(route, answer)
             return json.loads(answer.content or b"null") if is_json else None
         except (NoAnswer, ValueError) as error:  # also a connection that breaks while the answer arrives
             raise EngineUnreachable(f"{error}.") from error

@@ -32,7 +32,7 @@ from ....subscribe.pin_keeper import reader_name
 from ...base import KvCache
 from ...swap.swap_controller import SwapState
 from .. import QUARANTINED_LABEL as QUARANTINED_LABEL
-from .routes import EngineUnreachable, PauseMode, VllmRoutes
+from .routes import EngineUnreachable, PauseMode, VllmRoutes, WrongServer
 from .server_canary import CanaryKind, ServerCanary
 from .server_replica import ReplicaSettings, ServerReplica
 from .server_update import PausableServer, label
@@ -112,6 +112,8 @@ class Sidecar:
         self._last_served: Version | None = None
         self._problem: str | None = None
         """The reason why the server does not serve a version of the chain, as far as it is known."""
+        self._told_waiting: str | None = None
+        """The reason in the last event `waiting`. None once the server has answered."""
         self._owns_store = not isinstance(url, Store)
         self._store = open_store(url, options=options.store, on_event=on_event)
         self._log = options.open_log(self._store)
@@ -153,7 +155,7 @@ class Sidecar:
         while not stop.is_set():
             try:
                 self.step()
-                failures, self._problem = 0, None
+                failures, self._problem, self._told_waiting = 0, None, None
             except NoChain as error:
                 self._problem = str(error)
                 failures = 0  # the subscriber has reported it; the first version should not wait longer than `poll`
@@ -161,11 +163,15 @@ class Sidecar:
                 self._problem = str(error)
                 if self.served is not None:
                     emit(self._on_event, "engine-lost", reason=str(error))
+                elif self._told_waiting != error.message:
+                    emit(self._on_event, "waiting", reason=str(error))
+                self._told_waiting = error.message
                 self._forget()
                 failures = 1
             except DeltawireError as error:
                 self._problem = str(error)
-                if isinstance(error, EngineModelDiffers) or not (error.retryable or isinstance(error, EngineError)):
+                is_wrong = isinstance(error, EngineModelDiffers) or (isinstance(error, WrongServer) and self._last_served is None)
+                if is_wrong or not (error.retryable or isinstance(error, EngineError)):
                     raise
                 failures = min(failures + 1, _MOST_DOUBLINGS)
                 if error is not self._replica.controller.last_error:  # the controller has reported its own errors
