@@ -471,9 +471,7 @@ class EngineAsleep(EngineUnavailable):
 
 
 class EngineRefused(EngineError):
-    """The engine cannot load the weights of this chain. It continues to serve its own weights."""
-
-    hint = "Check that the chain holds this model. The engine's `names` maps tensor names."
+    """The engine cannot load the weights of this chain. It continues to serve its own weights. Each message contains the remedy."""
 
 
 class EngineDtypeDiffers(EngineRefused):

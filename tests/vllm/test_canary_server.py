@@ -54,7 +54,13 @@ def test_a_server_with_wrong_results_is_quarantined(start_run: Callable[[TinyMod
     words = [places.get(word, word) for word in shlex.split(block.text)]
     assert words[0] == "deltawire"
     done = CliRunner().invoke(app, [*words[1:], "--json"])
-    assert json.loads(done.stdout) == {"version": version.updates, "seq": version.seq, "tokens": 32, "signed": True}, done.output
+    assert json.loads(done.stdout) == {
+        "version": version.updates,
+        "seq": version.seq,
+        "tokens": 32,
+        "signed": True,
+        "recorded_before": False,
+    }, done.output
     sidecar.step()
     assert passed() == ["self", "self", "recorded"]
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sidecar_scene import Scene
+from typer.testing import CliRunner
 
+from deltawire import Publisher, SigningKey
 from deltawire.chain.canaries import put_canary, read_canary
 from deltawire.chain.log import ChainLog
 from deltawire.chain.reports import QUARANTINED, SERVING
+from deltawire.cli import app
 from deltawire.engines.vllm.driver.canary import generate
+from deltawire.engines.vllm.driver.routes import RouteFailed
 from deltawire.engines.vllm.driver.server_canary import record_canary
 from deltawire.engines.vllm.driver.sidecar import QUARANTINED_LABEL, Sidecar
 from deltawire.errors import DecodingDiffers, EngineQuarantined, EngineRefused, EngineUnavailable, VersionUnknown
@@ -63,11 +69,11 @@ def test_a_server_that_fails_gets_the_version_anew_once_and_is_then_refused(chec
     scene, sidecar = checked
     seq = scene.publish()
     scene.server.completions.stale = 0.5
-    with pytest.raises(EngineQuarantined, match=r"differ by 0\.5"):
+    with pytest.raises(EngineQuarantined, match=r"differ by up to 0\.5"):
         sidecar.step()
     assert (scene.server.paused, scene.server.name, sidecar.served) == (True, QUARANTINED_LABEL, None)
     assert (scene.report().state, sidecar.readiness()[0]) == (QUARANTINED, False)
-    assert "differ by 0.5" in str(scene.report().error)
+    assert "differ by up to 0.5" in str(scene.report().error)
     scene.server.calls.clear()
     with pytest.raises(DecodingDiffers):  # this step loads the version anew
         sidecar.step()
@@ -187,7 +193,7 @@ def test_a_record_that_comes_after_the_version_is_compared_then(recorded: tuple[
     assert [event["canary"] for event in named(scene, "canary-passed")] == ["self"]
     assert [event["reason"] for event in named(scene, "canary-missing")] == ["nothing is recorded for this version yet"]
     with open_log(scene) as log:
-        assert record_canary(scene.server, log).target.seq == seq  # type: ignore[arg-type]
+        assert record_canary(scene.server, log).record.target.seq == seq  # type: ignore[arg-type]
     sidecar.step()
     sidecar.step()
     assert [event["canary"] for event in named(scene, "canary-passed")] == ["self", "recorded"]
@@ -225,13 +231,13 @@ def test_a_version_is_recorded_only_from_a_server_that_has_it(checked: tuple[Sce
     with open_log(scene) as log:
         commit = log.read(later)
         assert commit is not None
-        with pytest.raises(EngineRefused, match=f"not of commit {later}"):
+        with pytest.raises(EngineRefused, match=rf"not version 2 \(commit {later}\)\. Leave out --at"):
             record_canary(server, log, commit)
         server.name = "77"
         with pytest.raises(VersionUnknown):
             record_canary(server, log)
         server.name = "default"  # it was started with the newest version
-        with pytest.raises(EngineRefused, match="Name the version"):
+        with pytest.raises(EngineRefused, match=r"Name the version that it was started with \(--at VERSION\)\.$"):
             record_canary(server, log)
         complete = server.complete
         server.complete = lambda body: (setattr(server, "name", "1"), complete(body))[1]
@@ -239,10 +245,76 @@ def test_a_version_is_recorded_only_from_a_server_that_has_it(checked: tuple[Sce
             record_canary(server, log, commit)
         server.complete, server.name = complete, "default"
         assert read_canary(log, commit) is None
-        assert record_canary(server, log, commit) == read_canary(log, commit)
-        server.name, server.completions.stale = str(later), 0.5
+        assert record_canary(server, log, commit).record == read_canary(log, commit)
+        server.name, server.commit, server.completions.stale = str(later), scene.hash_of(later), 0.5
         with pytest.raises(DecodingDiffers):
             record_canary(server, log)
         server.paused = True
         with pytest.raises(EngineRefused, match="paused"):
             record_canary(server, log)
+
+
+def test_a_version_of_another_chain_with_the_same_number_is_not_recorded(checked: tuple[Scene, Sidecar], tmp_path: Path) -> None:
+    scene, _ = checked
+    server: Any = scene.server
+    with open_store(tmp_path / "other") as store:
+        with Publisher(store) as publisher:
+            publisher.publish({"w": scene.weights})
+        log = ChainLog(store)
+        commit = log.read(int(server.name))
+        assert commit is not None
+        for named in (None, commit):
+            with pytest.raises(EngineRefused, match="of another chain") as caught:
+                record_canary(server, log, named)
+            assert str(caught.value).endswith("Name the chain that its sidecar follows.")
+        assert read_canary(log, commit) is None
+        server.status = unanswered
+        with pytest.raises(EngineRefused, match="which chain"):
+            record_canary(server, log)
+
+
+def unanswered() -> Any:
+    raise RouteFailed("/collective_rpc", 500, "no such method")
+
+
+def test_a_wrong_record_is_named_as_a_cause_and_can_be_replaced(recorded: tuple[Scene, Sidecar]) -> None:
+    scene, sidecar = recorded
+    server: Any = scene.server
+    scene.publish()
+    sidecar.step()
+    with open_log(scene) as log:
+        server.completions.shift = -0.3
+        wrong = record_canary(server, log)
+        server.completions.shift = 0.0
+        kept = record_canary(server, log)
+        assert (wrong.was_there, kept.was_there, kept.record) == (False, True, wrong.record)
+        with pytest.raises(EngineQuarantined):
+            sidecar.step()
+        for _ in range(2):
+            with pytest.raises(DecodingDiffers, match=r"record is wrong: .*deltawire canary --replace"):
+                sidecar.step()
+        commit = log.read(wrong.record.target.seq)
+        assert commit is not None
+        server.name, server.commit, server.paused = str(commit.seq), scene.hash_of(commit.seq), False  # a healthy server
+        right = record_canary(server, log, replace=True)
+        assert not right.was_there
+        assert read_canary(log, commit) == right.record != wrong.record
+    with contextlib.closing(scene.start(canary="recorded")) as other:
+        other.step()
+    assert named(scene, "canary-passed")[-1]["canary"] == "recorded"
+
+
+def test_the_command_tells_that_a_version_was_recorded_before(
+    checked: tuple[Scene, Sidecar], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene, _ = checked
+    monkeypatch.setattr(scene.server, "close", lambda: None, raising=False)
+    monkeypatch.setattr("deltawire.engines.vllm.driver.routes.VllmRoutes", lambda url: scene.server)
+    SigningKey.generate().save(tmp_path / "key")
+    command = ["canary", str(scene.folder / "store"), "--engine", "http://127.0.0.1:8000"]
+    first = CliRunner().invoke(app, [*command, "--json"])
+    assert json.loads(first.stdout)["recorded_before"] is False, first.output
+    again = CliRunner().invoke(app, [*command, "--sign", str(tmp_path / "key")])
+    assert "was recorded before, unsigned; the key was not used" in " ".join(again.output.split())
+    replaced = CliRunner().invoke(app, [*command, "--sign", str(tmp_path / "key"), "--replace", "--json"])
+    assert (json.loads(replaced.stdout)["recorded_before"], json.loads(replaced.stdout)["signed"]) == (False, True)

@@ -40,8 +40,12 @@ def read_canary(log: ChainLog, commit: Commit) -> CanaryRecord | None:
     return record
 
 
-def put_canary(log: ChainLog, commit: Commit, recorded: Sequence[RecordedTokens], *, key: SigningKey | None = None) -> CanaryRecord:
-    """Create the canary record of a version. Returns the record that the store then has: an earlier one is replaced only if it is unusable.
+def put_canary(
+    log: ChainLog, commit: Commit, recorded: Sequence[RecordedTokens], *, key: SigningKey | None = None, replace: bool = False
+) -> CanaryRecord:
+    """Create the canary record of a version. Returns the record that the store then has.
+
+    An earlier record stays, unless it is unusable or `replace` is True.
 
     Raises `SignatureInvalid` if readers of `log` would not trust the record, `CorruptRecord` if it exceeds a limit, and the errors of the
     store.
@@ -56,11 +60,16 @@ def put_canary(log: ChainLog, commit: Commit, recorded: Sequence[RecordedTokens]
         What a healthy engine generated.
     key
         The key to sign the record with. Readers with trusted keys need one of theirs.
+    replace
+        True to replace an earlier record that is usable.
     """
     record = CanaryRecord(log.run.id, secrets.token_hex(16), int(time.time() * 1000), log.ref(commit), tuple(recorded))
     record = record if key is None else key.sign(record)
     check_signature(record, log.trusted_keys)
     data = record.to_bytes()
+    if replace:
+        log.store.put(keys.canary_key(commit.seq), data)
+        return CanaryRecord.parse(data)
     try:
         found = read_canary(log, commit)
         if found is None:

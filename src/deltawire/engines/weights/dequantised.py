@@ -27,6 +27,7 @@ from ...tensors.bits import tensor_bits
 from ...tensors.module_tensors import tied_names
 from ...tensors.state import state_digest
 from ...tensors.torch_types import to_torch
+from .fit import OTHER_MODEL
 from .host_copy import StagedPatch, digest_on_host, host_copy, overwritten
 from .live_tensors import LiveTensors, as_bits, check_digest, check_none_removed
 
@@ -167,21 +168,27 @@ class ModuleForm:
         live = self.live()
         missing = next((output for name in self.names for output in self.inputs(name) if output not in arrays), None)
         if missing is not None:
-            raise EngineRefused(f"recipe {self._layout.recipe} makes a tensor {missing!r} of this module, which the chain does not have.")
+            raise EngineRefused(
+                f"recipe {self._layout.recipe} makes a tensor {missing!r} of this module, which the chain does not have.", hint=OTHER_MODEL
+            )
         others = [name for name in arrays if name not in self._layout.outputs and name not in self._parts]
         if others and not self._tensors.keeps_others:
-            raise EngineRefused(f"the chain has a tensor {min(others)!r}, which recipe {self._layout.recipe} does not make of this module.")
+            raise EngineRefused(
+                f"the chain has a tensor {min(others)!r}, which recipe {self._layout.recipe} does not make of this module.",
+                hint=OTHER_MODEL,
+            )
         for output in self._layout.outputs.values():
             array, found = arrays[output.name], tensor_bits(output.name, arrays[output.name]).dtype
             is_right = found == output.dtype if output.role in ("codes", "shape") else found in NUMBERS or found == output.dtype
             if array.shape != output.shape or not is_right:
                 raise EngineRefused(
                     f"{output.name!r} is {found.name} {list(array.shape)} in the chain, but recipe {self._layout.recipe} makes "
-                    f"{output.dtype.name} {list(output.shape)} of this module."
+                    f"{output.dtype.name} {list(output.shape)} of this module.",
+                    hint=OTHER_MODEL,
                 )
         for name, owner in self._tied.items():
             if name in self.names and owner in self.names and not _same(*(self.value(each, live[each], arrays) for each in (name, owner))):
-                raise EngineRefused(f"{name!r} and {owner!r} are tied in the module, but differ in the chain.")
+                raise EngineRefused(f"{name!r} and {owner!r} are tied in the module, but differ in the chain.", hint=OTHER_MODEL)
 
 
 class _Load:
@@ -309,7 +316,9 @@ def _recipe(record: RecipeRecord, sources: Iterable[str], arrays: Mapping[str, N
     try:
         return published_recipe(record, sources, arrays)
     except ValueError as error:
-        raise EngineRefused(f"the chain's weights were quantised by recipe {record}, which this release does not know: {error}.") from None
+        raise EngineRefused(
+            f"the chain's weights were quantised by recipe {record}, which this release does not know: {error}.", hint="Upgrade deltawire."
+        ) from None
 
 
 def _weight_of(name: str) -> str | None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 _SCALES = (".weight_scale",)
 """How the names of scales end that have the type of the weights that were quantised."""
 
+OTHER_MODEL = "Check that the chain holds this model. The engine's `names` maps tensor names."
+"""The remedy if names or shapes of the module and the chain differ."""
+
 
 def check_fits(live: Mapping[str, torch.Tensor], arrays: Mapping[str, NDArray[Any]], *, keep_others: bool) -> None:
     """Raise `EngineRefused` unless the module can hold these weights and they set all of its tensors.
@@ -37,19 +40,23 @@ def check_fits(live: Mapping[str, torch.Tensor], arrays: Mapping[str, NDArray[An
     for name, tensor in live.items():
         owner = tied.get(name, name)
         if name not in arrays and not ({owner, *(other for other in tied if tied[other] == owner)} & arrays.keys()):
-            raise EngineRefused(f"the module has a tensor {name!r}, which the chain does not have.")
+            raise EngineRefused(f"the module has a tensor {name!r}, which the chain does not have.", hint=OTHER_MODEL)
         if name in tied and name in arrays and owner in arrays and not _same_bits(arrays[name], arrays[owner]):
-            raise EngineRefused(f"{name!r} and {owner!r} are tied in the module, but differ in the chain.")
+            raise EngineRefused(f"{name!r} and {owner!r} are tied in the module, but differ in the chain.", hint=OTHER_MODEL)
         if name in arrays:
             _check_kind(name, tensor, arrays[name])
     others = arrays.keys() - live.keys()
     if others and not keep_others:
-        raise EngineRefused(f"the chain has a tensor {min(others)!r}, which the module does not have ({len(others)} such tensors in all).")
+        raise EngineRefused(
+            f"the chain has a tensor {min(others)!r}, which the module does not have ({len(others)} such tensors in all).", hint=OTHER_MODEL
+        )
 
 
 def _check_kind(name: str, tensor: torch.Tensor, array: NDArray[Any]) -> None:
     if tuple(tensor.shape) != array.shape:
-        raise EngineRefused(f"the shapes of {name!r} differ: {list(tensor.shape)} in the module, {list(array.shape)} in the chain.")
+        raise EngineRefused(
+            f"the shapes of {name!r} differ: {list(tensor.shape)} in the module, {list(array.shape)} in the chain.", hint=OTHER_MODEL
+        )
     dtype = to_torch(np.empty(0, array.dtype)).dtype
     if tensor.dtype != dtype:
         remedy = (

@@ -28,6 +28,10 @@ MOST_DIFFERENCE = 0.1
 MOST_MEAN = 0.02
 """The largest mean of all differences."""
 _TIMES = 3
+RECORD_HINT = (
+    f"{DecodingDiffers.hint.removesuffix('.')}. Or the record is wrong: record it again on a healthy server with "
+    "`deltawire canary --replace`, and restart the sidecar."
+)
 
 
 class Completions(Protocol):
@@ -143,13 +147,15 @@ def check_recorded(server: Completions, record: CanaryRecord, *, usual: CanaryRe
             differences.append(abs(logprob - usually))
             if token != expected:
                 break
-    result = _judge("log-probs of decoding and the recorded ones", differences, MOST_DIFFERENCE, MOST_MEAN)
+    result = _judge("log-probs of decoding and the recorded ones", differences, MOST_DIFFERENCE, MOST_MEAN, RECORD_HINT)
     differences = [
         abs(one - other)
         for each, told in zip(record.recorded, _prompt_logprobs(server, record.recorded), strict=True)
         for one, other in zip(each.logprobs, told, strict=True)
     ]
-    of_prompts = _judge("log-probs of prompts and the recorded ones", differences, *_widened(MOST_DIFFERENCE, MOST_MEAN, usual))
+    of_prompts = _judge(
+        "log-probs of prompts and the recorded ones", differences, *_widened(MOST_DIFFERENCE, MOST_MEAN, usual), RECORD_HINT
+    )
     tokens = result.tokens + of_prompts.tokens
     mean = (result.mean * result.tokens + of_prompts.mean * of_prompts.tokens) / tokens
     return CanaryResult(max(result.largest, of_prompts.largest), mean, tokens)
@@ -161,17 +167,20 @@ def _widened(most_difference: float, most_mean: float, usual: CanaryResult | Non
     return max(most_difference, _TIMES * usual.largest), max(most_mean, _TIMES * usual.mean)
 
 
-def _judge(what: str, differences: Sequence[float], most_difference: float, most_mean: float) -> CanaryResult:
+def _judge(what: str, differences: Sequence[float], most_difference: float, most_mean: float, hint: str | None = None) -> CanaryResult:
     """Return the result. Raises `DecodingDiffers` if the differences are too large or not numbers, and `EngineError` if there are none."""
     if not differences:
         raise EngineError("the vLLM server has generated no tokens.")
     # `max` and comparisons give no useful result for values that are not numbers, so these count as infinite.
     known = [math.inf if math.isnan(each) else each for each in differences]
     result = CanaryResult(max(known), statistics.fmean(known), len(known))
-    if math.isinf(result.largest) or result.largest > most_difference or result.mean > most_mean:
+    broken = [f"more than {most_difference:.3g} for one token"] if math.isinf(result.largest) or result.largest > most_difference else []
+    broken += [f"more than {most_mean:.3g} on average"] if result.mean > most_mean else []
+    if broken:
         raise DecodingDiffers(
-            f"{what} differ by {result.largest:.3g} (mean {result.mean:.3g} of {result.tokens} tokens), "
-            f"more than {most_difference:.3g} (mean {most_mean:.3g})."
+            f"{what} differ by up to {result.largest:.3g}, and by {result.mean:.3g} on average of {result.tokens} tokens: "
+            f"{' and '.join(broken)}.",
+            hint=hint,
         )
     return result
 

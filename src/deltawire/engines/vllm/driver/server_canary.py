@@ -12,11 +12,21 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from ....chain.canaries import put_canary, read_canary
 from ....chain.log import ChainLog
-from ....errors import ChainError, DecodingDiffers, EngineRefused, EngineUnavailable, StoreError, UnsupportedVersion
+from ....errors import (
+    ChainError,
+    CorruptRecord,
+    DecodingDiffers,
+    EngineRefused,
+    EngineUnavailable,
+    SignatureInvalid,
+    StoreError,
+    UnsupportedVersion,
+)
 from ....events import OnEvent, emit
 from ....format.records.canary_records import CanaryRecord
 from ....format.records.signing import SigningKey
@@ -70,7 +80,9 @@ class ServerCanary:
             found = check_decoding(self._routes, most_difference=math.inf, most_mean=math.inf)
         except RouteFailed as error:
             if error.status < 500:
-                raise EngineRefused(f"the server cannot be checked by a canary: {error}.") from error
+                raise EngineRefused(
+                    f"the server cannot be checked by a canary: {error}.", hint="Leave out --canary for this server."
+                ) from error
             return  # weights that were never loaded may give results that are not numbers
         except DecodingDiffers:
             return
@@ -166,8 +178,26 @@ class ServerCanary:
         self._told_missing = commit.seq, reason
 
 
-def record_canary(routes: VllmRoutes, log: ChainLog, commit: Commit | None = None, *, key: SigningKey | None = None) -> CanaryRecord:
-    """Record what a healthy server computes with a version. Returns the record that the store then has: an earlier one is not replaced.
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The record of a version that the store has, and whether it was there before.
+
+    Parameters
+    ----------
+    record
+        The record.
+    was_there
+        True if the version was recorded before. That record was kept, and the server's tokens and the key were not used.
+    """
+
+    record: CanaryRecord
+    was_there: bool
+
+
+def record_canary(
+    routes: VllmRoutes, log: ChainLog, commit: Commit | None = None, *, key: SigningKey | None = None, replace: bool = False
+) -> Recording:
+    """Record what a healthy server computes with a version. An earlier record of the version is kept, unless `replace` is True.
 
     Raises `EngineRefused` if the server does not have the version, `DecodingDiffers` if it was updated and decodes otherwise than it reads
     prompts, and the errors of the server's routes and of the store.
@@ -182,21 +212,60 @@ def record_canary(routes: VllmRoutes, log: ChainLog, commit: Commit | None = Non
         The version with which the server was started. None for a server that `deltawire sidecar` has updated: its label tells.
     key
         The key to sign the record with.
+    replace
+        True to replace an earlier record.
     """
     label = routes.weight_version()
     if label == QUARANTINED_LABEL or routes.is_paused():
-        raise EngineRefused("the server is paused or in an unknown state, so nothing can be recorded.")
+        raise EngineRefused(
+            "the server is paused or in an unknown state, so nothing can be recorded.",
+            hint="Wait until it serves a version, and try again.",
+        )
     is_labelled = label.isdecimal()
-    if commit is None:
-        found = log.read(log.version(int(label)).seq) if is_labelled else None
-        if found is None:
-            raise EngineRefused("the server does not tell which version it has. Name the version that it was started with.")
-        commit = found
-    elif is_labelled and log.version(int(label)).seq != commit.seq:
-        raise EngineRefused(f"the server has the version of commit {label}, not of commit {commit.seq}.")
+    if is_labelled:
+        commit = _labelled(routes, log, int(label), commit)
+    elif commit is None:
+        raise EngineRefused(
+            "the server does not tell which version it has.", hint="Name the version that it was started with (--at VERSION)."
+        )
     if is_labelled:
         check_decoding(routes)
     recorded = generate(routes)
     if routes.weight_version() != label:
         raise EngineUnavailable("the server was updated while tokens were recorded. Try again.")
-    return put_canary(log, commit, recorded, key=key)
+    before = None if replace else _usable_record(log, commit)
+    record = put_canary(log, commit, recorded, key=key, replace=replace)
+    return Recording(record, was_there=record == before)
+
+
+def _labelled(routes: VllmRoutes, log: ChainLog, seq: int, named: Commit | None) -> Commit:
+    """Return the commit of the version that a server has, according to its label and its workers. Raises `EngineRefused` if it is not
+    `named`, or is one of another chain: labels are only numbers, which every chain has.
+    """
+    version = log.version(seq)
+    if named is not None and version.seq != named.seq:
+        raise EngineRefused(
+            f"the server has {version.describe()}, not {named.describe()}.", hint="Leave out --at to record the version that it has."
+        )
+    found = log.read(version.seq)
+    assert found is not None, "its version was read"
+    try:
+        told = {worker.get("commit") for worker in routes.status()}
+    except RouteFailed as error:
+        raise EngineRefused(
+            f"the server does not tell which chain its version {seq} is of: {error}.",
+            hint="Use a server that was started with the weight-transfer backend deltawire.",
+        ) from error
+    if told != {log.ref(found).commit}:
+        raise EngineRefused(
+            f"the server has commit {seq} of another chain, and not {found.describe()} of {log.store.url}.",
+            hint="Name the chain that its sidecar follows.",
+        )
+    return found
+
+
+def _usable_record(log: ChainLog, commit: Commit) -> CanaryRecord | None:
+    try:
+        return read_canary(log, commit)
+    except (CorruptRecord, SignatureInvalid):  # `put_canary` replaces it
+        return None

@@ -137,6 +137,7 @@ class ServerReplica:
         self._told_why_not: str | None = None
         self._told_draft: str | None = None
         self._refused: Commit | None = None
+        self._remedy: str | None = None
         """A version whose results were wrong, also after it was loaded anew."""
         self._mirror: MirrorReplica | None = None
         """The mirror. None if there is none, so that the workers load full checkpoints from the store."""
@@ -156,28 +157,30 @@ class ServerReplica:
         """Forget which version the server has, because it was restarted, or changed by another process."""
         self._commit = None
 
-    def quarantine(self, reason: str, *, for_good: bool) -> EngineQuarantined:
+    def quarantine(self, error: DecodingDiffers, *, for_good: bool) -> EngineQuarantined:
         """Let the server stay paused, because what it computes with its version is wrong. Returns the error to raise.
 
         Parameters
         ----------
-        reason
+        error
             What is wrong.
         for_good
             True to refuse this version until the server is restarted. Otherwise the next `move` loads it anew.
         """
-        commit = self._commit
+        commit, reason = self._commit, error.message
         assert commit is not None
         self._routes.quarantine(reason)
         if not self._server.one_call:  # engines that work in step pause only together
             self._routes.pause("abort", clear_cache=True)
-        self._commit, self._refused = None, commit if for_good else None
+        self._commit, self._refused, self._remedy = None, commit if for_good else None, error.hint
         self._report(QUARANTINED, None, reason)
         return self.controller.quarantine(Version.of(commit), reason)
 
     def move(self, target: Commit, context: SyncContext) -> None:
         if target == self._refused and self._routes.weight_version() == QUARANTINED_LABEL:
-            raise DecodingDiffers(f"the server computes wrong results with {target.describe()}, also after it was loaded anew.")
+            raise DecodingDiffers(
+                f"the server computes wrong results with {target.describe()}, also after it was loaded anew.", hint=self._remedy
+            )
         workers = self._connect()
         if self._commit is None:
             self._recognise(workers, target, context)

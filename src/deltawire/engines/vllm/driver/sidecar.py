@@ -235,7 +235,7 @@ class Sidecar:
             self._canary.check(commit, self._log)
         except DecodingDiffers as error:
             for_good = self._canary.note_failure(commit)
-            quarantined = self._replica.quarantine(error.message, for_good=for_good)
+            quarantined = self._replica.quarantine(error, for_good=for_good)
             if for_good:
                 raise
             raise quarantined from error
