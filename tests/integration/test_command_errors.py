@@ -68,14 +68,18 @@ def test_wrong_usage_exits_with_two(arguments: list[str], tmp_path: Path) -> Non
     assert "secret" not in done.stderr
 
 
-def test_a_sidecar_checks_its_directories_before_it_waits_for_a_chain(tmp_path: Path) -> None:
+def test_a_sidecar_checks_its_directories_before_it_waits_for_a_chain(chain: Path, tmp_path: Path) -> None:
     start = ["sidecar", "--engine", "http://127.0.0.1:1", "--from", tmp_path / "nowhere"]
     (tmp_path / "notes").write_text("not a directory")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").touch()
-    assert "notes" in fail(*start, "--spool", tmp_path / "notes", kind="SpoolError")
-    for mirror, message in (("notes", "is a file"), ("full", "holds other files")):
-        assert message in fail(*start, "--spool", tmp_path / "spool", "--mirror", tmp_path / mirror, kind="MirrorError")
+    refused = fail(*start, "--spool", tmp_path / "notes", kind="SpoolError")
+    assert "notes is not a directory" in refused
+    assert "Name a directory that does not exist yet" in refused
+    for mirror, message in ((tmp_path / "notes", "is a file"), (tmp_path / "full", "holds other files"), (chain, "is a chain of versions")):
+        refused = fail(*start, "--spool", tmp_path / "spool", "--mirror", mirror, kind="MirrorError")
+        assert message in refused
+        assert "deltawire follow" not in refused
 
 
 def test_swapped_arguments_are_noticed(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:

@@ -15,10 +15,14 @@ import pytest
 
 pytest.importorskip("vllm.v1.engine.core", reason="vLLM is not installed")
 
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.request import Request
 
 from deltawire.engines.vllm import QUARANTINED_LABEL, engine_core
 from deltawire.engines.vllm.engine_core import (
@@ -200,7 +204,7 @@ def test_only_our_calls_are_treated_in_another_way(monkeypatch: pytest.MonkeyPat
     assert not install(PlainCore)  # it lacks what is needed
 
     class Core(PlainCore):
-        set_weight_version = get_weight_version = reset_encoder_cache = step = step_with_batch_queue = None
+        set_weight_version = get_weight_version = reset_encoder_cache = step = step_with_batch_queue = add_request = None
 
     assert install(Core)
     once = Core.collective_rpc
@@ -213,6 +217,45 @@ def test_only_our_calls_are_treated_in_another_way(monkeypatch: pytest.MonkeyPat
     assert core.collective_rpc("deltawire_status") == [{"method": "deltawire_status", "args": (), "one_call": True}]
     assert core.collective_rpc("deltawire_swap", None, (7, "7", "keep", False)) == [(7, "7", "keep", False)]
     assert inspect.signature(Core.collective_rpc) == inspect.signature(PlainCore.collective_rpc)
+
+
+def test_requests_after_a_swap_that_marks_find_only_keys_of_the_new_weights() -> None:
+    class Core(CoreDouble):
+        step = step_with_batch_queue = None
+
+        def collective_rpc(self, method: Any, timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
+            return []
+
+        def get_weight_version(self) -> str:
+            return self.label
+
+        def add_request(self, request: Request, request_wave: int = 0) -> None:
+            self.made = [request.cache_salt, *request.block_hashes]
+
+    assert install(Core)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(4, sha256)
+    core = Core(steps=0)
+
+    def add(salt: str | None = None) -> list[Any]:
+        sampling = SamplingParams(max_tokens=1)
+        core.add_request(Request("a", list(range(9)), sampling, None, cache_salt=salt, block_hasher=hasher), request_wave=1)
+        assert len(core.made) == 3
+        return core.made
+
+    def hashes(salt: str | None) -> list[Any]:
+        return [salt, *Request("b", list(range(9)), SamplingParams(max_tokens=1), None, cache_salt=salt, block_hasher=hasher).block_hashes]
+
+    plain, named = hashes(None), hashes("v7")
+    assert plain[1:] != named[1:]
+    assert (add(), add("v7")) == (plain, named)
+    swap(core, "mark")
+    assert (add(), add("v7")) == (named, named)
+    assert add("v6") == hashes("v6 v7")  # also a client that names an older version, or a salt of its own
+    core.label = "8"  # the next swap was made by vLLM's routes
+    assert add() == hashes("v8")
+    swap(core, "keep")
+    assert add() == plain
 
 
 def test_adapters_are_in_use_while_requests_wait_or_run() -> None:

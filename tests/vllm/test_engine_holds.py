@@ -63,6 +63,9 @@ def core_class() -> Any:
         def set_weight_version(self, label: str) -> None:
             self.label = label
 
+        def add_request(self, request: Any) -> None:
+            pass
+
         def sleep(self, level: int = 1, mode: str = "abort") -> None:
             self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
             self.falls_asleep = lambda: self.model_executor.sleep(level)

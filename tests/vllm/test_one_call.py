@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -81,8 +82,8 @@ def test_each_token_has_the_label_of_the_version_that_made_it(
         numbers[str(run.publish(changed=False).seq)] = number
         assert sidecar.step() is not None
 
+    mirror = None if ranks == 1 else run.mirror
     for kv_cache in (KvCache.KEEP, KvCache.DROP):
-        mirror = None if ranks == 1 else run.mirror
         sidecar = Sidecar(server.url, run.store, mirror, spool=run.folder / "spool", kv_cache=kv_cache, on_event=events.append)
         swap(sidecar)
         waiting.join()
@@ -102,6 +103,13 @@ def test_each_token_has_the_label_of_the_version_that_made_it(
         swap(sidecar)
         assert (cached_tokens(server) > 0) == (kv_cache is KvCache.KEEP)
         sidecar.close()
+    with closing(
+        Sidecar(server.url, run.store, mirror, spool=run.folder / "spool", kv_cache=KvCache.MARK, on_event=events.append)
+    ) as sidecar:
+        for _ in range(2):
+            swap(sidecar)
+            assert cached_tokens(server) == 0  # although it is kept for requests that run, and the request has no salt
+            assert cached_tokens(server) > 0
     assert [version_of(token) for token in early[0]] == [0, 0, 0]  # this request came before the first version
     assert server.routes.checksums() == runtime_hashes(run.state, ranks)
     swaps = [event.fields for event in events if event.name == "swapped"]

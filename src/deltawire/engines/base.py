@@ -35,7 +35,7 @@ class KvCache(enum.Enum):
     """The new weights use nothing that the old weights computed."""
     MARK = "mark"
     """Generations that run continue with them, as with `KEEP`. New ones use nothing that older weights computed, if the engine can tell
-    the two apart. vLLM can, for the requests of a `VllmGenerator`. SGLang cannot, and drops them."""
+    the two apart. vLLM can, if it swaps in one call, and otherwise for the requests of a `VllmGenerator`. SGLang cannot, and drops them."""
 
 
 class Engine(abc.ABC):

@@ -84,7 +84,7 @@ class Advice:
         self.check_step(step)
         if self._is_new and not self._has_dtype:
             warn_if_wide(zip(table.dtypes, table.sizes, strict=True), self._on_event)
-        if self._is_new and attachments is not None and "config.json" not in attachments:
+        if self._is_new and attachments is not None and not {"config.json", "adapter_config.json"} & set(attachments):
             warn(
                 AttachmentsMissing,
                 "no config.json is published with the weights, so readers get a directory that does not load "

@@ -398,7 +398,8 @@ def _make_private(folder: Path) -> None:
     """Make a directory that only this user can enter. Raises `SpoolError` if others can write to the one that exists, because they could
     replace its files.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # a file, which the check refuses
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_private(folder)
 
 

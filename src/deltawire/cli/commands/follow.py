@@ -76,7 +76,9 @@ def follow(
         from ..process.exec_hook import ExecHook
         from ..stores.metered_store import MeteredStore
 
-        Mirror(directory).refuse_misplaced()  # now, because `Subscriber` waits if the chain does not exist yet
+        Mirror(directory).refuse_misplaced(
+            usage="deltawire follow URL DIR"
+        )  # now, because `Subscriber` waits if the chain does not exist yet
         bar = stack.enter_context(ExitStack())
         progress = bar.enter_context(progress_bar(f"sync {directory.name}", None, quiet=json or verbose))
         listener = _Listener(json, is_patient=not once, verbose=verbose)

@@ -113,7 +113,7 @@ def sidecar(
             "--gpu-share",
             min=0.001,
             max=1,
-            metavar="SHARE",
+            metavar="X",
             help="Let decoding take this share of the GPU's time: 0.03 by default, 1 as fast as possible.",
             show_default=False,
         ),
@@ -241,7 +241,7 @@ class _Listener:
                 f"{fields['reason']}"
             )
         elif event.name == "engine-held":
-            self._notice(f"the server is not used yet: {fields['reason']}")
+            self._notice(f"the server answers no requests: {fields['reason']}")
         elif event.name == "adopted":
             print_line(f"version {fields['updates']}  the server was started with it")
         elif event.name == "adapter-loaded":
@@ -262,6 +262,8 @@ class _Listener:
             self._notice(f"version {fields['updates']} was loaded as a full checkpoint")
         elif event.name == "waiting":
             self._notice(f"waits for the server: {fields['reason']}")
+        elif event.name == "sync-failed" and not fields.get("retryable"):
+            return  # the error is raised, too
         elif event.name in ("swap-failed", "sync-failed", "engine-lost", "report-failed"):
             self._notice(f"will try again: {fields['reason']}")
 

@@ -20,8 +20,13 @@ class Canary(str, enum.Enum):
     recorded = "recorded"
 
 
-_CACHE = "At a swap, drop the keys and values of the old weights, keep them, or keep them for requests that run (mark)."
-_CANARY = "After a swap, compare log-probs of a few tokens with those of prompts (self), or with recorded ones (`deltawire canary`)."
+_CACHE = (
+    "At a swap, drop the keys and values of the old weights, keep them, or keep them only for requests that the server has then (mark)."
+)
+_CANARY = (
+    "After a swap, check nothing (off), or compare log-probs of a few tokens with those of prompts (self), or with recorded ones "
+    "(recorded; see `deltawire canary`)."
+)
 
 CacheOption: TypeAlias = Annotated[Cache, typer.Option("--kv-cache", help=_CACHE)]
 CanaryOption: TypeAlias = Annotated[Canary, typer.Option("--canary", metavar="CHECK", help=_CANARY)]

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 def print_if_verbose(event: Event, verbose: bool) -> None:
     """Print an event with all its fields if `verbose` is true."""
     if verbose:
-        print_trace(" ".join([event.name, *(f"{name}={value}" for name, value in event.fields.items())]))
+        print_trace(" ".join([event.name, *(f"{name}={_short(value)}" for name, value in event.fields.items())]))
+
+
+def _short(value: object) -> object:
+    """Return a value for people: numbers with up to four digits after the first ones that are not 0."""
+    return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:.0f}" if isinstance(value, float) else value
 
 
 def print_if_waiting(event: Event, reported: set[str]) -> None:

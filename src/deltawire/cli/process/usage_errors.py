@@ -33,6 +33,7 @@ class CommandsWithJsonErrors(PlainGroup):
             yield
         except _UsageError as error:
             _suggest_at(error)
+            error.message = error.message.removeprefix("Value error, ")  # some releases of typer name the type of their own error
             message = error.format_message()
             if self._as_json and message:  # an error without a message is a request for help
                 print_json_line({"error": {"type": "UsageError", "message": message}})

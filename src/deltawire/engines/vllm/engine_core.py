@@ -39,7 +39,15 @@ READING = ("deltawire_learn", "deltawire_adopt", "deltawire_prepare")
 FOREIGN = ("reset_weights", "reload_weights")
 """Calls of vLLM that write to the weights. They are those of no known version afterwards."""
 
-NEEDED = ("collective_rpc", "set_weight_version", "get_weight_version", "reset_encoder_cache", "step", "step_with_batch_queue")
+NEEDED = (
+    "collective_rpc",
+    "set_weight_version",
+    "get_weight_version",
+    "reset_encoder_cache",
+    "step",
+    "step_with_batch_queue",
+    "add_request",
+)
 """The attributes that the class EngineCore must have."""
 NEEDED_BY_LOOP = ("_process_engine_step",)
 """The attributes that an engine with steps in flight must have. `EngineCoreProc` has them."""
@@ -89,7 +97,35 @@ def install(core_class: type) -> bool:
 
     collective_rpc.swaps_in_one_call = True  # type: ignore[attr-defined]
     core_class.collective_rpc = collective_rpc  # type: ignore[attr-defined]
+    add_request = core_class.add_request  # type: ignore[attr-defined]
+
+    @functools.wraps(add_request)
+    def add_marked(core: Any, request: Any, *arguments: Any, **options: Any) -> Any:
+        if getattr(core, "deltawire_marks", False):
+            mark(request, core.get_weight_version())
+        return add_request(core, request, *arguments, **options)
+
+    core_class.add_request = add_marked  # type: ignore[attr-defined]
     return True
+
+
+def mark(request: Any, label: str) -> None:
+    """Let a new request find only keys and values that weights with this label computed: vLLM hashes the salt with the tokens.
+
+    A salt that the client chose stays a part of the salt, so that requests of different clients still share nothing.
+
+    Parameters
+    ----------
+    request
+        vLLM's `Request`, before the scheduler has it.
+    label
+        The label of the weights.
+    """
+    own = f"v{label}"
+    if request.cache_salt != own:
+        request.cache_salt = own if request.cache_salt is None else f"{request.cache_salt} {own}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
 
 
 def engine_state(core: Any) -> dict[str, Any]:
@@ -131,7 +167,8 @@ def swap_between_steps(core: Any, seq: int, label: str, kv_cache: str, anew: boo
     label
         The label of the new weights.
     kv_cache
-        "drop" computes the keys and values of running requests again. "keep" and "mark" change nothing.
+        "drop" computes the keys and values of running requests again, "keep" changes nothing, and "mark" lets requests that come after the
+        swap find only keys and values of the new weights.
     anew
         True to load all weights. It is the only swap that quarantined workers make.
     """
@@ -166,6 +203,7 @@ def swap_between_steps(core: Any, seq: int, label: str, kv_cache: str, anew: boo
     else:
         if answer["outcome"] == "made":
             core.set_weight_version(label)
+            core.deltawire_marks = kv_cache == "mark"
             if engine_holds.held(core) is not None:  # it was held because its weights were those of no version
                 before = PauseState.UNPAUSED
             core.deltawire_hold = None

@@ -86,10 +86,16 @@ class Mirror:
             raise MirrorError(f"{self.path} is a mirror of another layout. Upgrade deltawire, or use a new directory.")
         return run_id
 
-    def refuse_misplaced(self) -> None:
-        """Raise `MirrorError` if the directory holds a chain of versions or is a URL. Then the arguments were probably swapped."""
+    def refuse_misplaced(self, *, usage: str = "") -> None:
+        """Raise `MirrorError` if the directory holds a chain of versions or is a URL. Then the arguments were probably swapped.
+
+        Parameters
+        ----------
+        usage
+            The command whose arguments they are, for the error.
+        """
         if why := misplaced(self.path):
-            raise MirrorError(f"{self.path} {why}. Name another directory for the mirror: `deltawire follow URL DIR`.")
+            raise MirrorError(f"{self.path} {why}. Name another directory for the mirror{f': `{usage}`' if usage else ''}.")
 
     def refuse_occupied(self) -> None:
         """Raise `MirrorError` if the path is not a mirror, and none can be made there because it holds something else."""
