@@ -175,7 +175,7 @@ class DigestingExchange(Protocol):
 
     @property
     def digested(self) -> NDArray[np.bool_]:
-        """Whether each tensor of the resolution is digested."""
+        """True for each tensor of the resolution that is digested."""
         ...
 
     def exchange_and_digest(self) -> Callable[[], Sums]:

@@ -11,7 +11,7 @@ from .quantities import checked
 
 @dataclass(frozen=True, slots=True)
 class FleetShape:
-    """How a fleet generates and trains.
+    """The sizes and speeds of a fleet.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""How long it takes to move objects over a link with a rate and a round-trip time, in several streams. Pure.
+"""The time to move objects over a link with a rate and a round-trip time, in several streams. Pure.
 
 A stream asks for an object, waits one round trip and the server's time, and receives it. The first object of each stream comes in the slow
 start of TCP: ten segments in the first round trip, and twice as many in each that follows, up to the stream's share of the rate. After that

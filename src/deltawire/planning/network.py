@@ -105,7 +105,7 @@ class Shipment:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How a version arrives in one region.
+    """The arrival of a version in one region.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ FULL, XOR, DELTAWIRE, NO_RELAYS = "full weights", "XOR + zstd-1", "deltawire", "
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How fast weights are encoded and decoded.
+    """The speed of encoding and decoding weights.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class MethodPlan:
 
     @property
     def is_reachable(self) -> bool:
-        """Whether no limit is exceeded. Otherwise the run is slower than the plan says, and costs more."""
+        """True if no limit is exceeded. Otherwise the run is slower than the plan says, and costs more."""
         return self.limits[0].share <= 1
 
     @property
@@ -99,7 +99,7 @@ class MethodPlan:
 
     @property
     def worst(self) -> Arrival:
-        """How an update arrives in the region that gets it last."""
+        """The arrival of an update in the region that gets it last."""
         return max(self.arriving, key=lambda one: one.behind)
 
     @property

@@ -227,7 +227,7 @@ class Store(ABC):
 
     @property
     def streams(self) -> int:
-        """How many transfers of whole objects callers should run at the same time."""
+        """The number of transfers of whole objects that callers should run at the same time."""
         return 4
 
     @property

@@ -234,12 +234,12 @@ class StreamGate:
 
     @property
     def width(self) -> int:
-        """How many transfers may run at present."""
+        """The number of transfers that may run at present."""
         return self._control.width
 
     @property
     def free(self) -> int:
-        """How many more transfers could begin at once."""
+        """The number of further transfers that could begin at once."""
         with self._changed:
             return max(0, self._control.width - self._control.running - self._waiting)
 

@@ -59,7 +59,7 @@ logger = init_logger("vllm.deltawire")
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where versions come from. At least one of `spool`, `url` and `mirror` is needed.
+    """The sources of versions. At least one of `spool`, `url` and `mirror` is needed.
 
     Parameters
     ----------

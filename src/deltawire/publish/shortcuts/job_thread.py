@@ -15,7 +15,7 @@ from ..at_exit import wait_at_exit
 Job = Callable[[], None]
 
 _NICENESS = 5
-"""How much lower the priority of the thread is. A thread of the caller gets three times as much of a processor that both want."""
+"""The niceness that is added to that of the thread. A thread of the caller gets three times as much of a processor that both want."""
 
 
 class JobThread:

@@ -47,7 +47,7 @@ class StagingPace:
 
     @property
     def waits(self) -> bool:
-        """Whether it ever waits."""
+        """True unless it never waits."""
         return self._seconds > 0
 
     def begin(self) -> None:
