@@ -48,7 +48,7 @@ def stepped(state: State, rng: np.random.Generator) -> None:
 
 
 class FakeLayout:
-    """Implements `layout_update.Layout`. `memory` is what the worker holds."""
+    """Implements `interfaces.Layout`. `memory` is what the worker holds."""
 
     def __init__(self, state: State, *, tied: Mapping[str, str] | None = None, modules: Mapping[str, ModuleRule] | None = None) -> None:
         self.memory: dict[str, torch.Tensor] = {}

@@ -275,13 +275,13 @@ def not_written(scatter: Any, values: Any) -> None:
 
 Fault = Callable[[pytest.MonkeyPatch, FakeWorker], None]
 FAULTS: dict[str, Fault] = {
-    "the first scatter list fails half-way": lambda patch, worker: patch.setattr(layout_update, "_write", half_written),
-    "the write is incomplete": lambda patch, worker: patch.setattr(layout_update, "_write", not_written),
+    "the first scatter list fails half-way": lambda patch, worker: patch.setattr(layout_update, "write_values", half_written),
+    "the write is incomplete": lambda patch, worker: patch.setattr(layout_update, "write_values", not_written),
     "the check fails": lambda patch, worker: patch.setattr(LayoutUpdate, "check", once(LayoutUpdate.check)),
     "a direct tensor is wrong": lambda patch, worker: patch.setattr(LayoutUpdate, "apply", damage_and_apply(worker)),
     "the patch fails half-way": lambda patch, worker: patch.setattr(LayoutUpdate, "apply", apply_and_fail),
 }
-_apply, _write = LayoutUpdate.apply, layout_update._write
+_apply, _write = LayoutUpdate.apply, layout_update.write_values
 
 
 def once(method: Callable[..., None]) -> Callable[..., None]:

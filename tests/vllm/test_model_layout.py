@@ -62,7 +62,7 @@ def versions(folder: Path, model: TinyModel, recipe: str | None) -> list[Path]:
 def test_reading_gives_the_checkpoint_and_writing_equals_loading(case: str, tmp_path: Path) -> None:
     import torch
 
-    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.layout.learn_layout import learn_layout
 
     model, recipe = CASES[case]
     first, second = versions(tmp_path, model, recipe)
@@ -107,7 +107,8 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, dict[s
 
 
 def test_dense_weights_are_direct_and_equal_modules_are_learnt_once(dense: tuple[LoadedModel, dict[str, Any]]) -> None:
-    from deltawire.engines.vllm.layout.model_layout import learn_layout, summary
+    from deltawire.engines.vllm.layout.learn_layout import learn_layout
+    from deltawire.engines.vllm.layout.model_layout import summary
 
     loaded, weights = dense
     layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights))
@@ -123,7 +124,7 @@ def test_dense_weights_are_direct_and_equal_modules_are_learnt_once(dense: tuple
 def test_a_tensor_that_no_loader_takes_is_absent_and_one_that_fails_has_a_reason(dense: tuple[LoadedModel, dict[str, Any]]) -> None:
     import torch
 
-    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.layout.learn_layout import learn_layout
 
     loaded, weights = dense
     odd = {
@@ -144,7 +145,7 @@ def test_slots_of_lora_adapters_do_not_depend_on_weights_but_other_tensors_may(
 ) -> None:
     import torch
 
-    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.layout.learn_layout import learn_layout
 
     loaded, weights = dense
     module = loaded.model.logits_processor
@@ -156,7 +157,7 @@ def test_slots_of_lora_adapters_do_not_depend_on_weights_but_other_tensors_may(
 
 
 def test_the_layout_is_invalid_once_a_tensor_has_moved(dense: tuple[LoadedModel, dict[str, Any]]) -> None:
-    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.layout.learn_layout import learn_layout
 
     loaded, weights = dense
     layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights))
@@ -173,7 +174,7 @@ def test_the_layout_is_invalid_once_a_tensor_has_moved(dense: tuple[LoadedModel,
 
 
 def test_only_owned_placements_are_gathered_on_request(dense: tuple[LoadedModel, dict[str, Any]]) -> None:
-    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.layout.learn_layout import learn_layout
 
     loaded, weights = dense
     layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights))
@@ -185,7 +186,7 @@ def test_only_owned_placements_are_gathered_on_request(dense: tuple[LoadedModel,
 
 
 def test_a_head_that_vllm_ties_to_the_embedding_has_the_same_memory(tmp_path: Path) -> None:
-    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.layout.learn_layout import learn_layout
 
     model = TinyModel("tied", tied=True, layers=1)
     state = model.state()
@@ -202,7 +203,7 @@ def test_a_head_that_vllm_ties_to_the_embedding_has_the_same_memory(tmp_path: Pa
 def test_a_draft_model_is_a_second_place_of_the_same_tensors(dense: tuple[LoadedModel, dict[str, Any]], tmp_path: Path) -> None:
     import torch
 
-    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.layout.learn_layout import learn_layout
 
     loaded, weights = dense
     draft = load_model(TinyModel("draft", layers=1).save(tmp_path / "draft", TinyModel("draft", layers=1).state()))
@@ -230,7 +231,7 @@ def test_without_a_part_of_vllm_nothing_is_mapped(
     part: str, dense: tuple[LoadedModel, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from deltawire.engines.vllm.layout import loader_copies, processing_map
-    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.layout.learn_layout import learn_layout
 
     loaded, weights = dense
     monkeypatch.setattr({"loader_copies": loader_copies, "processing_map": processing_map}[part], "missing_parts", lambda: ["vllm.x"])
@@ -263,12 +264,13 @@ def test_a_vllm_without_these_parts_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 def test_one_module_that_cannot_be_learnt_does_not_cost_the_others(
     dense: tuple[LoadedModel, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deltawire.engines.vllm.layout import model_layout, processing_map
-    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.layout import learn_layout as learning
+    from deltawire.engines.vllm.layout import processing_map
+    from deltawire.engines.vllm.layout.learn_layout import learn_layout
 
     loaded, weights = dense
     known = processing_map.same_processing
-    monkeypatch.setattr(model_layout, "learn_views", lambda *_: None)
+    monkeypatch.setattr(learning, "learn_views", lambda *_: None)
 
     def fail(module: Any) -> Any:
         if module is loaded.model.lm_head:
@@ -284,7 +286,7 @@ def test_one_module_that_cannot_be_learnt_does_not_cost_the_others(
 
 
 def test_learning_can_be_switched_off(dense: tuple[LoadedModel, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.layout.learn_layout import learn_layout
 
     loaded, weights = dense
     monkeypatch.setenv("DELTAWIRE_LEARN", "0")
@@ -295,10 +297,10 @@ def test_learning_can_be_switched_off(dense: tuple[LoadedModel, dict[str, Any]],
 def test_modules_that_do_not_fit_into_memory_are_not_learnt(
     dense: tuple[LoadedModel, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deltawire.engines.vllm.layout import model_layout
-    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.layout import learn_layout as learning
+    from deltawire.engines.vllm.layout.learn_layout import learn_layout
 
-    monkeypatch.setattr(model_layout, "learn_views", lambda *_: None)
+    monkeypatch.setattr(learning, "learn_views", lambda *_: None)
     loaded, weights = dense
     layout = learn_layout(loaded.model, loaded.vllm_config, table_of(weights), most_bytes=1000)
     assert layout.tensors["lm_head.weight"].kind == "module"
@@ -311,7 +313,7 @@ def test_weights_that_only_get_other_views_are_learnt_without_memory_for_them(
     recipe: str | None, scale: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from deltawire.engines.vllm.layout import processing_map, processing_views
-    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.layout.learn_layout import learn_layout
     from deltawire.engines.vllm.modules.module_shell import make_shell, raw_of
 
     model = TinyModel("views", scale=scale, layers=1)

@@ -91,7 +91,7 @@ def test_fused_fp8_weights_with_one_scale_are_requantised_as_in_a_fresh_load(
 
 def test_a_learnt_layout_says_what_is_reprocessed_and_gives_its_raw_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requantise_on_cpu(monkeypatch)
-    from deltawire.engines.vllm.layout.model_layout import learn_layout
+    from deltawire.engines.vllm.layout.learn_layout import learn_layout
     from deltawire.engines.vllm.modules.reachable import tensors_of
     from deltawire.engines.vllm.modules.recompute import reprocess
     from deltawire.subscribe.tensor_table import TensorSpec

@@ -20,8 +20,8 @@ import torch
 from ...format.bundle_names import MAIN, bundle_names, split_name
 from ...subscribe.tensor_table import TensorTable
 from . import loading
+from .layout.learn_layout import DRAFT_PREFIX
 from .layout.loader_copies import record_copies
-from .layout.model_layout import DRAFT_PREFIX
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 

@@ -18,7 +18,8 @@ from ...format.checkpoints.checkpoint import Checkpoint
 from ...subscribe.tensor_table import TensorSpec, TensorTable
 from . import loading
 from .draft import Draft, Modules, draft_of, load_both, main_bundle
-from .layout.model_layout import DRAFT_PREFIX, ModelLayout, learn_layout
+from .layout.learn_layout import DRAFT_PREFIX, learn_layout
+from .layout.model_layout import ModelLayout
 from .layout.types import ModuleRule, Scatter
 from .model_fit import find_misfit
 from .modules.load_module import ModuleLoad

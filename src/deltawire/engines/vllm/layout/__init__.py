@@ -7,6 +7,7 @@ processing_views.py  stage 2 for modules whose processing only makes views
 processing_map.py    stage 2 for others: runs vLLM's processing on copies of them, and learns where it moves each unit
 unit_values.py       values for raw parameters in stage 2: neutral, random, or digits of positions
 position_decoder.py  finds where such digits are after processing
-model_layout.py      composes both stages to the layout of a model
+learn_layout.py      composes both stages to the layout of a model
+model_layout.py      the layout of a model: reads and locates the elements of its tensors
 placements.py        reads and writes tensors where placements say that they are
 """

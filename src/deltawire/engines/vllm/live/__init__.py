@@ -4,6 +4,8 @@ live_updates.py   learn the layout, adopt a version, prepare, swap
 live_staging.py   stages updates on a separate thread
 live_weights.py   a worker's weights at a version; decodes updates against them, and writes them in one transaction
 layout_update.py  one such update: decoded, written, undone
+scatter_lists.py  lists of elements to write
+interfaces.py     what an update needs from others: layouts, tensors that are not in memory
 update_types.py   types that these modules share
 ownership.py      which worker digests which elements
 peers.py          tensors that are read from the memory of other workers (peer_memory.py reads it)

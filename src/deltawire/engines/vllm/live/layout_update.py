@@ -9,35 +9,33 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ....codec.base import Resolution
-from ....codec.bits import Bits, Indices, on_gpu
 from ....delta.grouped_plan import GroupedPlan, resolve_together
 from ....delta.patch import TensorPatch
 from ....delta.plan import Plan, check_base, check_digests, check_file, cover, itemsizes_of, resolve_plan
 from ....delta.resolve import plan_delta
 from ....delta.windows import Window, can_cut, cut_windows
-from ....errors import BaseMismatch, CorruptDelta, EngineRefused, ResultMismatch, TensorsTied
+from ....errors import BaseMismatch, CorruptDelta, ResultMismatch, TensorsTied
 from ....format import delta_file
 from ....format.delta_file import Coverage, DeltaBytes, DeltaFile, GroupedDelta
 from ....format.digest import Digest, TensorKeys
-from ....format.records.record_parts import CommitRef
-from ....subscribe.tensor_table import TensorTable
 from ....tensors.bits import TensorPart
 from ....tensors.columns import Columns
 from ....tensors.gpu_handover import on_side_stream
 from ....tensors.state import codec_for, state_digest, thread_count
-from ....tensors.torch_types import gpu_of, to_torch, torch_dtype
-from ..layout.types import ModuleRule, Nest, Scatter, TensorLayout
+from ....tensors.torch_types import gpu_of, torch_dtype
+from ..layout.types import ModuleRule, Scatter
 from .direct_patches import DirectPatches
 from .direct_tensors import DirectTensors
+from .interfaces import BaseSource, Layout, ModuleLoad, base_of, some_memory
 from .ownership import Decoders
+from .scatter_lists import Changes, are_same, as_changes, merged, narrow, read_values, write_values
 
 MOST_FILES, PACED_FILES = 16, 4
 """The number of files that a GPU decodes with one call. The second is for a staging that is spread over time, so that no call delays
@@ -50,72 +48,6 @@ as a whole, because each window is a call of the codec, and publishers make file
 
 Base: TypeAlias = "torch.Tensor | TensorPart"
 """A tensor of the live version, or a part of it, in checkpoint layout."""
-
-Changes = tuple[torch.Tensor, torch.Tensor]
-"""Flat indices of changed elements (int64), and their new bits as signed integers."""
-
-
-class Layout(Protocol):
-    """The way in which a worker holds the tensors of a chain. `layout.model_layout.ModelLayout` is one."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorLayout]: ...
-
-    @property
-    def modules(self) -> Mapping[str, ModuleRule]: ...
-
-    @property
-    def owned(self) -> dict[str, frozenset[int]]: ...
-
-    def blocks(self) -> Mapping[str, Sequence[tuple[Nest, ...]]]: ...
-
-    def is_valid_for(self, model: Any) -> bool: ...
-
-    def gather(self, name: str, *, owned_only: bool = False) -> torch.Tensor: ...
-
-    def locate(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> list[Scatter]: ...
-
-    def raw(self, module: str, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]: ...
-
-    def load_anew(self, name: str, reason: str) -> None: ...
-
-    def refuse(self, name: str, reason: str) -> None: ...
-
-
-class BaseSource(Protocol):
-    """Has the tensors that a worker cannot read from its own memory."""
-
-    def hold(self, wanted: TensorTable) -> str | None:
-        """Get hold of these tensors, and of no others. Returns why that is impossible, or None."""
-        ...
-
-    def writes(self, name: str) -> bool:
-        """Return whether `settled` needs the changes of this tensor. If workers share the tensors, one of them changes each."""
-        ...
-
-    def base(self, name: str) -> torch.Tensor | NDArray[Any]:
-        """Return the whole tensor of the live version in checkpoint layout.
-
-        An array is memory that the source keeps. A tensor is new memory on the device of the model, and belongs to the caller.
-        """
-        ...
-
-    def settled(self, ref: CommitRef, changes: Mapping[str, Sequence[TensorPatch]]) -> None:
-        """Note that a swap to a version is confirmed, and what it changed. It must return at once: the server waits."""
-        ...
-
-
-class ModuleLoad(Protocol):
-    """A module that is loaded anew. `modules.load_module.ModuleLoad` is one."""
-
-    nbytes: int
-    unfit: str | None
-
-    def apply(self) -> None: ...
-
-    def revert(self) -> None: ...
-
-    def check_reverted(self) -> None: ...
 
 
 class LayoutUpdate:
@@ -221,7 +153,7 @@ class LayoutUpdate:
             wait()
         for name, first in self._tied.items():
             one, other = (self._tied_changes.get(each, []) for each in (first, name))
-            if not _are_same(one, other):
+            if not are_same(one, other):
                 raise TensorsTied.of(first, name, changed=[each for each, found in ((first, one), (name, other)) if found])
         self._tied_changes.clear()
         self._coverage = Coverage()
@@ -230,7 +162,7 @@ class LayoutUpdate:
             self._direct = None
         self._patches.complete()
         with on_side_stream(some_memory(self._layout.tensors)) as wait:
-            self._scatters = _merged(self._scatters)
+            self._scatters = merged(self._scatters)
             wait()
 
     def old_tensor(self, name: str) -> torch.Tensor:
@@ -266,7 +198,7 @@ class LayoutUpdate:
             Where they are, and their new values.
         """
         for scatter in scatters:
-            scatter.old = _read(scatter)  # not in the swap, because generation waits for that
+            scatter.old = read_values(scatter)  # not in the swap, because generation waits for that
             if scatter.half is not None:  # an element of packed weights has several units, of which few have changed
                 changed = scatter.old != scatter.new
                 scatter.indices, scatter.new, scatter.old = scatter.indices[changed], scatter.new[changed], scatter.old[changed]
@@ -312,7 +244,7 @@ class LayoutUpdate:
         self.is_applied = True
         with torch.no_grad():
             for scatter in self._scatters:  # first, so that the digest shows a list that writes to other tensors
-                _write(scatter, scatter.new)
+                write_values(scatter, scatter.new)
         self._patches.apply(digest=digest)
         for load in self._loads.values():
             load.apply()
@@ -324,7 +256,7 @@ class LayoutUpdate:
         with torch.no_grad():
             for scatter in reversed(self._scatters):
                 assert scatter.old is not None
-                _write(scatter, scatter.old)
+                write_values(scatter, scatter.old)
         for load in self._loads.values():  # last, because loading may have failed half-way
             load.revert()
 
@@ -343,7 +275,7 @@ class LayoutUpdate:
             Whether they should have their new values.
         """
         with torch.no_grad():
-            verdicts = [(_read(scatter) == (scatter.new if new else scatter.old)).all() for scatter in self._scatters]
+            verdicts = [(read_values(scatter) == (scatter.new if new else scatter.old)).all() for scatter in self._scatters]
         if verdicts and not bool(torch.stack(verdicts).all()):
             raise ResultMismatch("some written elements have wrong values.")
         for load in () if new else self._loads.values():
@@ -485,7 +417,7 @@ class LayoutUpdate:
         before, mapped_before = (state_digest(each, threads=self._threads) for each in (temporary, mapped))
         for number, (indices, bits) in zip(listed, found, strict=True):
             tensor = plan.tensors[number]
-            self._add_changes(tensor.name, _changes(indices, bits, tensor.start), temporary.get(tensor.name))
+            self._add_changes(tensor.name, as_changes(indices, bits, tensor.start), temporary.get(tensor.name))
         after, mapped_after = (state_digest(each, threads=self._threads) for each in (temporary, mapped))
         self.mapped_change += mapped_after - mapped_before
         self.direct_change += digests[1] - digests[0] - (after - before)
@@ -506,7 +438,7 @@ class LayoutUpdate:
             flat = temporary.reshape(-1).view(values.dtype)
             flat[indices] = values
         if layout.kind in ("module", "absent", "partial") and self._source is not None and self._source.writes(name):
-            at, new = _narrow(indices, math.prod(layout.spec.shape)).cpu(), values.cpu().view(torch_dtype(layout.spec.dtype))
+            at, new = narrow(indices, math.prod(layout.spec.shape)).cpu(), values.cpu().view(torch_dtype(layout.spec.dtype))
             self.kept.setdefault(name, []).append(TensorPatch(at, new, layout.spec.shape))
         if name in self._inputs:
             self._input_changes.setdefault(name, []).append(changes)
@@ -516,7 +448,7 @@ class LayoutUpdate:
             return
         if layout.direct is not None and len(layout.placements) <= 1:
             memory = layout.direct.detach().reshape(-1).view(values.dtype)
-            scatters = [Scatter(memory, _narrow(indices, memory.numel()), values)]
+            scatters = [Scatter(memory, narrow(indices, memory.numel()), values)]
         else:
             scatters = self._layout.locate(name, indices, values)
         self.add_scatters(scatters)
@@ -539,78 +471,6 @@ def _part(whole: torch.Tensor, start: int, stop: int) -> TensorPart:
     return TensorPart(whole.reshape(-1)[start:stop], tuple(whole.shape), start)
 
 
-def base_of(layout: TensorLayout, name: str, source: BaseSource | None, *, device: torch.device | None = None) -> torch.Tensor:
-    """Return a tensor that the worker cannot read from its own memory, as new memory if there is a device.
-
-    Raises `EngineRefused` if there is no source for it.
-    """
-    if 0 in layout.spec.shape:
-        return torch.empty(layout.spec.shape, dtype=torch_dtype(layout.spec.dtype), device=device)
-    if source is None:
-        raise EngineRefused(f"the worker cannot read tensor {name!r} from its memory: {layout.reason or layout.kind}")
-    found = source.base(name)
-    if isinstance(found, torch.Tensor):
-        return found
-    return to_torch(found) if device is None else to_torch(found).to(device, copy=True)
-
-
 def _names_of(plan: Plan) -> Sequence[str]:
     """Return the names of the tensors of a plan. A name can be there several times, for parts of a tensor."""
     return plan.tensors.layout.names if isinstance(plan.tensors, Columns) else [tensor.name for tensor in plan.tensors]
-
-
-def some_memory(tensors: Mapping[str, TensorLayout]) -> dict[str, torch.Tensor]:
-    """Return memory of the model, which tells the device to work on."""
-    for name, layout in tensors.items():
-        if layout.direct is not None:
-            return {name: layout.direct}
-        for placement in layout.placements:
-            return {name: placement.memory}
-    return {}
-
-
-def _changes(indices: Indices, bits: Bits, start: int) -> Changes:
-    at = torch.from_numpy(indices) if isinstance(indices, np.ndarray) else indices
-    values = bits.tensor if on_gpu(bits) else torch.from_numpy(bits.view(f"i{bits.itemsize}"))
-    return (at + start if start else at), values
-
-
-def _are_same(one: Sequence[Changes], other: Sequence[Changes]) -> bool:
-    if not one or not other:
-        return not one and not other
-    (a, b), (c, d) = (tuple(torch.cat([each[side] for each in found]) for side in (0, 1)) for found in (one, other))
-    return bool(torch.equal(a, c) and torch.equal(b, d))
-
-
-def _read(scatter: Scatter) -> torch.Tensor:
-    values = scatter.memory[scatter.indices]
-    return values if scatter.half is None else (values >> 4 * scatter.half) & 15
-
-
-def _write(scatter: Scatter, values: torch.Tensor) -> None:
-    if scatter.half is not None:
-        keeps = 0x0F if scatter.half else -16  # the bits of the other half, in a signed byte
-        values = scatter.memory[scatter.indices] & keeps | values << 4 * scatter.half
-    scatter.memory[scatter.indices] = values
-
-
-def _merged(scatters: Sequence[Scatter]) -> list[Scatter]:
-    """Return one list for each storage, because a swap takes time for every list. Thousands of experts may be in a few storages."""
-    groups: dict[object, list[Scatter]] = {}
-    for scatter in scatters:
-        key = scatter.memory.data_ptr(), scatter.memory.dtype, scatter.indices.dtype, scatter.half
-        groups.setdefault(key, []).append(scatter)
-    found = []
-    for group in groups.values():
-        first, old = group[0], [scatter.old for scatter in group if scatter.old is not None]
-        if len(group) > 1:
-            first.indices = torch.cat([scatter.indices for scatter in group])
-            first.new, first.old = torch.cat([scatter.new for scatter in group]), torch.cat(old)
-        found.append(first)
-        group.clear()
-    return found
-
-
-def _narrow(indices: torch.Tensor, count: int) -> torch.Tensor:
-    """Return indices below `count` in the narrowest type."""
-    return indices.to(torch.int32) if count < 2**31 else indices

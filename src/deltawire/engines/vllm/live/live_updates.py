@@ -18,7 +18,7 @@ from ....format.records.record_parts import CommitRef
 from ....subscribe.delta_spool import DeltaSpool
 from ....subscribe.tensor_table import TensorTable, load_table
 from ..ranks import agree, failed_ranks, share, sum_of
-from .layout_update import Layout
+from .interfaces import Layout
 from .live_staging import LiveStaging
 from .live_weights import LiveWeights
 from .ownership import Blocks, replicas_agree

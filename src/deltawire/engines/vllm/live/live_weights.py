@@ -26,7 +26,8 @@ from ....tensors.gpu_handover import on_side_stream, synchronize_streams
 from ....tensors.state import state_digest
 from ..layout.types import ModuleRule, Scatter
 from .direct_tensors import DirectTensors
-from .layout_update import MOST_FILES, PACED_FILES, BaseSource, Layout, LayoutUpdate, ModuleLoad, base_of, some_memory
+from .interfaces import BaseSource, Layout, ModuleLoad, base_of, some_memory
+from .layout_update import MOST_FILES, PACED_FILES, LayoutUpdate
 from .ownership import Blocks, Decoders, Owned, find_owned
 from .staging_pace import StagingPace
 from .update_types import Agree, Claim, Digests, LiveVersion, Outcome, StagedUpdate, SwapOutcome

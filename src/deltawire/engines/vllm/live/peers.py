@@ -31,7 +31,7 @@ from ....tensors.torch_types import torch_dtype
 from ..layout.placements import coverage, gather, unit_count
 from ..layout.types import Nest, Placement, TensorLayout
 from ..ranks import share
-from .layout_update import BaseSource, Layout
+from .interfaces import BaseSource, Layout
 from .ownership import units_of
 from .peer_memory import GpuReader, ProcessReader, Reader, RemoteMemory, SharedMemory, gpu_reason, host_identity
 
