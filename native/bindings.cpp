@@ -21,6 +21,7 @@
 #include "payload.hpp"
 #include "progress.hpp"
 #include "quantise_bindings.hpp"
+#include "routing_bindings.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -495,4 +496,5 @@ NB_MODULE(_native, m) {
         .def("settle", &PyResolution::settle)
         .def("revert", &PyResolution::revert);
     bind_quantise(m);
+    bind_routing(m);
 }

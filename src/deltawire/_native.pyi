@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -130,3 +130,31 @@ def encode_codes(
     threads: int,
     isa: str,
 ) -> None: ...
+
+# Routed experts (native/routing.hpp).
+def decode_routing(
+    layers: int,
+    top_k: int,
+    experts: int,
+    copied: NDArray[np.int64],
+    reference: NDArray[np.int64],
+    recorded: NDArray[np.uint8],
+    order: NDArray[np.uint16],
+    lengths: NDArray[np.uint8],
+    ends: NDArray[np.uint64],
+    data: NDArray[np.uint8],
+    out: NDArray[np.int16],
+    threads: int,
+    isa: str,
+) -> None: ...
+def encode_routing(
+    layers: int,
+    top_k: int,
+    experts: int,
+    copied: NDArray[np.int64],
+    reference: NDArray[np.int64],
+    recorded: NDArray[np.uint8],
+    order: NDArray[np.uint16],
+    ids: NDArray[np.int16],
+    choose: Callable[[list[int]], list[int]],
+) -> tuple[bytes, list[bytes]]: ...

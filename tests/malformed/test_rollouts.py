@@ -191,6 +191,8 @@ LIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "a field too few": lambda tensors, facts: facts.pop("nonce"),
     "a member that cannot be one": _fact("member", "../x"),
     "another kind": _fact("deltawire", "lease"),
+    "the version with routing, without any": _fact("version", 2),
+    "routing in the version without it": _fact("routing", {"experts": 2, "top_k": 1, "layers": [0], "broken": 0}),
     "a task that has no key": _fact("task", 10**5),
     "seconds that are no number": _fact("seconds", {"sync": "soon"}),
     "seconds that are not finite": _fact("seconds", {"sync": "inf"}),
@@ -207,7 +209,7 @@ def test_a_rollout_file_that_contradicts_itself_is_refused(lie: str) -> None:
 
 def test_a_later_version_is_called_by_its_name() -> None:
     with pytest.raises(UnsupportedVersion):
-        Rollouts.parse(changed(_fact("version", 2)))
+        Rollouts.parse(changed(_fact("version", 3)))
 
 
 def test_another_spelling_of_the_same_content_is_refused() -> None:

@@ -6,12 +6,13 @@
     mask           U8  [T]    1: a token of the policy's own             finished        U8  [completions]
     spans          I64 [S,4]  completion, start, end, seq of the version rewards F64, scored U8  [completions, reward names]
 
-The metadata "facts" is a record in canonical form. It names the member, the task and the versions. docs/protocol.md §10 is normative.
+The metadata "facts" is a record in canonical form. It names the member, the task and the versions. A file of version 2 also has the experts
+that each token went to (routing.py). docs/protocol.md §10 is normative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ from .digest import Digest
 from .records.canonical import MAX_RECORD_BYTES, Fields, dump
 from .records.fleet_parts import read_attempt, read_number
 from .records.record_parts import NONCE, READER
+from .routing import ROUTING_DTYPES, Routing, Sequences
 from .safetensors_header import LENGTH_BYTES, MalformedHeader, TensorEntry, build_header, header_length, parse_header, place_in_order
 
 _MOST_NAMES = 64
@@ -41,18 +43,21 @@ _DTYPES = {
     "finished": "U8",
     "scored": "U8",
 }
+_ROUTED_DTYPES = dict(sorted((_DTYPES | ROUTING_DTYPES).items(), key=lambda item: -dtype_named(item[1]).itemsize))
+"""The tensors of a file with routing: those of wider types first, otherwise in the order of the tables."""
 _NUMPY = {"I64": "<i8", "F64": "<f8", "I32": "<i4", "F32": "<f4", "U8": "u1"}
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutLimits:
-    """The limits of one file. A parser needs memory for about twice `file_bytes`, whatever the file says."""
+    """The limits of one file. A parser needs memory for about twice `file_bytes` and three times `routing_ids`, whatever the file says."""
 
     file_bytes: int = 256 << 20
     prompts: int = 1 << 16
     completions: int = 1 << 16
     spans: int = 1 << 18
     versions: int = 1 << 10
+    routing_ids: int = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,16 @@ class Completion:
     """Says which version made which tokens. The spans follow each other from the first token to the last."""
     finished: bool
     """Whether it ended by itself, and not at the limit of tokens."""
+    routing: tuple[Routing, int] | None = None
+    """The routing of its file, and its own index there; None if the file has none."""
+
+    @property
+    def experts(self) -> NDArray[np.int16] | None:
+        """The experts [tokens, layers with experts, top k] that processed its prompt and its own tokens, −1 where nothing was recorded.
+
+        None if the member did not record them.
+        """
+        return None if self.routing is None else self.routing[0].of_completion(self.routing[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,6 +146,8 @@ class Rollouts:
     """Exactly the versions that occur in spans, by their numbers."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """How long each phase took, for people."""
+    routing: Routing | None = None
+    """The experts that processed each token; None if the member did not record them."""
 
     @property
     def tokens(self) -> int:
@@ -141,7 +158,7 @@ class Rollouts:
         """Return the file. Raises `CorruptRollouts` if `parse` would refuse it, so that a writer notices its own mistake."""
         try:
             arrays = self._arrays()
-            placed = _placed({name: array.shape for name, array in arrays.items()})
+            placed = _placed({name: array.shape for name, array in arrays.items()}, _dtypes(self.routing is not None))
             header = build_header(placed, _metadata(self._facts()))
             data = b"".join([header, *(arrays[name].tobytes() for name, _ in placed)])
         except (ValueError, OverflowError, TypeError) as error:
@@ -186,6 +203,7 @@ class Rollouts:
             "mask": _joined([one.mask for one in every], "u1"),
             "finished": np.array([one.finished for one in every], "u1"),
             "scored": np.array([[reward is not None for reward in one.rewards] for one in every], "u1").reshape(table),
+            **({} if self.routing is None else self.routing.arrays),
         }
 
     def _facts(self) -> dict[str, Any]:
@@ -193,7 +211,8 @@ class Rollouts:
         versions = [[seq, ref.step, ref.digest.hex()] for seq, ref in sorted(self.versions.items())]
         who = {"member": self.member, "nonce": self.nonce, "reward_names": list(self.reward_names), "versions": versions}
         seconds = {name: repr(float(value)) for name, value in self.seconds.items()}
-        return {"deltawire": "rollouts", "version": 1, **attempt, **who, "seconds": seconds}
+        routing = {} if self.routing is None else {"routing": self.routing.plain()}
+        return {"deltawire": "rollouts", "version": 2 if routing else 1, **attempt, **who, "seconds": seconds, **routing}
 
 
 def _parse(data: bytes, limits: RolloutLimits) -> Rollouts:
@@ -205,23 +224,25 @@ def _parse(data: bytes, limits: RolloutLimits) -> Rollouts:
     header = parse_header(data[LENGTH_BYTES : LENGTH_BYTES + length], len(data))
     if header.metadata is None or header.metadata.keys() != {"facts"}:
         raise MalformedHeader("its metadata are not those of rollouts.")
-    facts = Fields.parse(header.metadata["facts"].encode(errors="replace"), "rollouts")
-    if header.entries.keys() != _DTYPES.keys():
+    facts = Fields.parse(header.metadata["facts"].encode(errors="replace"), "rollouts", versions=(1, 2))
+    dtypes = _dtypes(facts.version == 2)
+    if header.entries.keys() != dtypes.keys():
         raise MalformedHeader("its tensors are not those of rollouts.")
-    expected = build_header(_placed({name: header.entries[name].shape for name in _DTYPES}), header.metadata)
+    expected = build_header(_placed({name: header.entries[name].shape for name in dtypes}, dtypes), header.metadata)
     if expected != data[: len(expected)]:  # there is one spelling: types, order and padding are fixed
         raise MalformedHeader("its header is not in canonical form.")
     arrays = {name: _array(data, header.data_start, entry) for name, entry in header.entries.items()}
-    return _rollouts(facts, arrays, limits)
+    return _rollouts(facts, arrays, limits, len(data))
 
 
-def _rollouts(facts: Fields, arrays: Mapping[str, NDArray[Any]], limits: RolloutLimits) -> Rollouts:
+def _rollouts(facts: Fields, arrays: Mapping[str, NDArray[Any]], limits: RolloutLimits, file_bytes: int) -> Rollouts:
     run = facts.matching("run", NONCE)
     attempt = read_attempt(facts)
     member, nonce = facts.matching("member", READER), facts.matching("nonce", NONCE)
     names = tuple(_text(facts, name) for name in facts.items("reward_names"))
     versions = _versions(facts, limits)
     seconds = {name: read_number(Fields({name: text}, "rollouts.seconds"), name) for name, text in facts.strings("seconds").items()}
+    routing = facts.object("routing") if facts.version == 2 else None
     facts.done()
     if len(set(names)) != len(names) or max(len(names), len(seconds)) > _MOST_NAMES:
         facts.refuse(f"it names a reward twice, or more than {_MOST_NAMES} of something")
@@ -232,6 +253,10 @@ def _rollouts(facts: Fields, arrays: Mapping[str, NDArray[Any]], limits: Rollout
     if {span.seq for each in spans for span in each} != versions.keys():
         facts.refuse("its versions are not those of its spans")
     tokens, logprobs, mask = (_cut(arrays[name], arrays["lengths"]) for name in ("tokens", "logprobs", "mask"))
+    routed = None
+    if routing is not None:
+        sequences = Sequences.of(prompts, list(zip(arrays["prompt"].tolist(), tokens, strict=True)))
+        routed = Routing.read(routing, arrays, sequences, most_ids=limits.routing_ids, file_bytes=file_bytes)
     completions = tuple(
         Completion(
             prompt=int(arrays["prompt"][index]),
@@ -243,10 +268,24 @@ def _rollouts(facts: Fields, arrays: Mapping[str, NDArray[Any]], limits: Rollout
             ),
             spans=spans[index],
             finished=bool(arrays["finished"][index]),
+            routing=None if routed is None else (routed, index),
         )
         for index in range(len(tokens))
     )
-    return Rollouts(run, *attempt, member, nonce, tuple(prompts), completions, names, versions, seconds)
+    return Rollouts(run, *attempt, member, nonce, tuple(prompts), completions, names, versions, seconds, routed)
+
+
+def sequences_of(prompts: Sequence[NDArray[np.int32]], completions: Sequence[Completion]) -> Sequences:
+    """Return the tokens that a model processes for each completion. Raises `CorruptRollouts` if they are too many for routing.
+
+    Parameters
+    ----------
+    prompts
+        The token ids of each prompt.
+    completions
+        The completions.
+    """
+    return Sequences.of(prompts, [(one.prompt, one.tokens) for one in completions])
 
 
 def _versions(facts: Fields, limits: RolloutLimits) -> dict[int, ClaimedVersion]:
@@ -322,8 +361,12 @@ def _spans(table: NDArray[np.int64], lengths: NDArray[np.int32]) -> list[tuple[T
     return [tuple(spans) for spans in found]
 
 
-def _placed(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, TensorEntry]]:
-    return place_in_order([(name, dtype_named(dtype), shapes[name]) for name, dtype in _DTYPES.items()])
+def _dtypes(has_routing: bool) -> dict[str, str]:
+    return _ROUTED_DTYPES if has_routing else _DTYPES
+
+
+def _placed(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> list[tuple[str, TensorEntry]]:
+    return place_in_order([(name, dtype_named(dtype), shapes[name]) for name, dtype in dtypes.items()])
 
 
 def _metadata(facts: Mapping[str, Any]) -> dict[str, str]:
