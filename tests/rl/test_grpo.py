@@ -68,6 +68,51 @@ def test_without_correction_tokens_count_as_if_the_old_policy_had_drawn_them():
     assert terms.mismatch == GrpoLoss()(**case).mismatch > 0  # it is measured in any case
 
 
+LOGS = torch.tensor([[math.log(0.5), math.log(3.0), math.log(8.0)], [math.log(2.0), math.log(0.9), 99.0]], dtype=torch.float64)
+"""The logs of the ratios old/behaviour of two completions. The last token of the second is masked."""
+
+
+@pytest.mark.parametrize(
+    ("mode", "low", "high", "weights", "truncated"),
+    [
+        ("token_truncate", None, 2.0, [[0.5, 2, 2], [2, 0.9, 0]], [[0, 1, 1], [0, 0, 0]]),
+        ("token_truncate", 0.6, 2.5, [[0.6, 2.5, 2.5], [2, 0.9, 0]], [[1, 1, 1], [0, 0, 0]]),
+        ("token_mask", None, 2.5, [[0.5, 0, 0], [2, 0.9, 0]], [[0, 1, 1], [0, 0, 0]]),
+        ("token_mask", 0.8, 3.5, [[0, 3, 0], [2, 0.9, 0]], [[1, 0, 1], [0, 0, 0]]),
+        ("sequence_truncate", None, 5.0, [[5, 5, 5], [1.8, 1.8, 0]], [[1, 1, 1], [0, 0, 0]]),
+        ("sequence_truncate", None, 20.0, [[12, 12, 12], [1.8, 1.8, 0]], [[0, 0, 0], [0, 0, 0]]),
+        ("sequence_mask", None, 5.0, [[0, 0, 0], [1.8, 1.8, 0]], [[1, 1, 1], [0, 0, 0]]),
+        ("sequence_mask", 0.5, 1.5, [[0, 0, 0], [0, 0, 0]], [[1, 1, 1], [1, 1, 0]]),
+    ],
+)
+def test_weights_out_of_bounds_are_truncated_or_masked(mode: Any, low: float | None, high: float, weights: Any, truncated: Any):
+    current = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    loss = GrpoLoss(importance_sampling_mode=mode, importance_sampling_clip_min=low, importance_sampling_clip_max=high)
+    terms = loss(current, -LOGS, torch.tensor([1.0, -1.0], dtype=torch.float64), mask)
+    terms.loss.backward()
+    expected = torch.tensor(weights, dtype=torch.float64)
+    assert terms.weight == pytest.approx(float(expected.sum()))
+    assert terms.is_truncated.int().tolist() == truncated
+    assert terms.truncated == int(torch.tensor(truncated).sum())
+    assert current.grad is not None
+    assert (current.grad * 5).tolist() == [pytest.approx((-row * sign).tolist()) for row, sign in zip(expected, (1, -1), strict=True)]
+    assert terms.drift.tolist() == [pytest.approx(row) for row in (LOGS * mask).tolist()]
+
+
+def test_a_long_completion_does_not_make_an_infinite_weight():
+    loss = GrpoLoss(importance_sampling_mode="sequence_mask", importance_sampling_clip_max=math.inf)
+    terms = loss(torch.full((1, 4000), 15.0), torch.zeros(1, 4000), torch.ones(1), torch.ones(1, 4000))
+    assert math.isfinite(terms.loss.item())
+    assert terms.truncated == 0
+
+
+@pytest.mark.parametrize("bad", [{"mode": "tis"}, {"clip_max": 0.5}, {"clip_min": 1.5}, {"clip_min": -1.0}, {"clip_max": math.nan}])
+def test_bounds_must_include_a_weight_of_one(bad: dict[str, Any]):
+    with pytest.raises(ValueError, match="importance_sampling"):
+        GrpoLoss(**{f"importance_sampling_{name}": value for name, value in bad.items()})
+
+
 def test_the_mismatch_of_nearly_equal_policies_is_exact():
     behaviour = torch.full((1, 4), -1.0)
     terms = GrpoLoss()(behaviour + 1e-4, behaviour, torch.ones(1), torch.ones(1, 4))

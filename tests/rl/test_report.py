@@ -53,6 +53,10 @@ def test_events_that_need_attention_are_printed() -> None:
         "step 2  skipped, weights unchanged: the loss is nan",
     ]
     assert printed(("evaluated", {"step": 3, "accuracy": 0.51234})) == ["step 3  evaluated: accuracy 0.5123"]
+    assert printed(
+        ("mismatch-alarm", {"step": 4, "member": "m", "kl": 0.5012, "others": 0.00123, "tokens": 999}),
+        ("member-excluded", {"member": "m", "why": "its mismatch stands out"}),
+    ) == ["step 4  member m stands out: kl 0.5, others 0.0012", "member m is excluded: its mismatch stands out"]
     assert printed(("fleet-retrying", {"error": "the store is away."})) == ["fleet-retrying: the store is away."]
 
 

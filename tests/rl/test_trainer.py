@@ -8,6 +8,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from learning_run import FLEET, ROWS, SETTINGS, attachments, members, model, tokenizer, trainer
 from tiny_models import bits, torch
@@ -19,6 +20,8 @@ from deltawire.errors import CheckpointError, Fenced, SignatureInvalid, Unusable
 from deltawire.events import Event
 from deltawire.format.records.signing import SigningKey
 from deltawire.publish.writer_options import WriterOptions
+from deltawire.rl.mismatch import TokenMismatch
+from deltawire.rl.mismatch_alarm import AlarmRule
 from deltawire.rl.resume_point import digest_like
 from deltawire.rl.settings import GrpoSettings
 from deltawire.rl.trainer import GrpoTrainer
@@ -286,3 +289,40 @@ def test_a_trainer_that_quantises_continues_its_own_chain_only(store: MemoryStor
         trainer(store, tmp_path / "other", seed=1, quantise="fp8-block")
     with pytest.warns(RecipeChanged), trainer(store, tmp_path / "mine") as learning:
         assert (learning.version.kind, learning.version.recipe) == ("anchor", None)
+
+
+def test_each_step_tells_its_mismatch_overall_by_lag_and_by_member(store: MemoryStore):
+    events: list[Event] = []
+    with members(store, 2), trainer(store, None, settings=replace(SETTINGS, max_staleness=1), on_event=events.append) as learning:
+        learning.train(until=3)
+    told = [event.fields for event in events if event.name == "mismatch"]
+    for step in trained(events):
+        own = {(one["by"], one["group"]): one for one in told if one["step"] == step["step"]}
+        overall = own["all", None]
+        assert overall["tokens"] == step["tokens"]
+        assert overall["kl"] == pytest.approx(step["mismatch_kl"], rel=1e-5)
+        assert overall["lag"] == pytest.approx(step["lag"])
+        assert overall["logp_difference_max"] == step["sampling/sampling_logp_difference/max"] > 0  # members compute in bfloat16
+        assert overall["ess"] == step["mismatch/ess"] <= 1
+        for kind in ("lag", "member", "engine"):
+            parts = [one for (by, _), one in own.items() if by == kind]
+            assert sum(one["tokens"] for one in parts) == overall["tokens"]
+            assert sum(one["tokens"] * one["kl"] for one in parts) == pytest.approx(overall["tokens"] * overall["kl"])
+        assert [name for by, name in own if by == "engine"] == ["transformers"]
+        assert {name for by, name in own if by == "member"} <= {"member-0", "member-1"}
+
+
+@pytest.mark.parametrize("exclude", [False, True])
+def test_a_member_that_stands_out_is_told_and_excluded_if_asked(store: MemoryStore, exclude: bool):
+    events: list[Event] = []
+    rule = AlarmRule(least_tokens=10, exclude=exclude)
+    with trainer(store, None, settings=replace(SETTINGS, mismatch_alarm=rule), on_event=events.append) as learning:
+        rows = np.repeat(np.arange(3), 10)
+        drift = np.where(rows == 2, 1.0, 1e-3)
+        for _ in range(2):
+            learning._tell_mismatch(TokenMismatch(drift, np.zeros(30, bool), np.zeros(30, np.int64), rows), ("a", "b", "broken"))
+    alarms = [event.fields for event in events if event.name == "mismatch-alarm"]
+    assert [one["member"] for one in alarms] == ["broken"]
+    assert alarms[0]["kl"] == pytest.approx(np.e - 2)
+    excluded = [event.fields for event in events if event.name == "member-excluded"]
+    assert [one["member"] for one in excluded] == (["broken"] if exclude else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import pickle
 import threading
 import warnings
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ with warnings.catch_warnings():  # TRL warns that the API imported here may chan
         AsyncRolloutWorker,
         LabelledSample,
         LabellingLoop,
+        RecordedTurn,
         RolloutSample,
         _Drawn,
         _labelled,
@@ -47,6 +49,7 @@ class ServerDouble:
     def __init__(self) -> None:
         self.answers: list[tuple[int, list[str]]] = []
         self.asked: list[dict[str, Any]] = []
+        self.experts: str | None = None
         double = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -56,7 +59,8 @@ class ServerDouble:
                 spans = [{"start": place, "end": place + 1, "version": label} for place, label in enumerate(labels)]
                 told = {"content": [{"logprob": -0.5 - place} for place in range(len(labels))]}
                 one = {"token_ids": [10 + place for place in range(len(labels))], "logprobs": told, "finish_reason": "stop"}
-                data = json.dumps({"choices": [{**one, "weight_versions": spans}]}).encode()
+                experts = {} if double.experts is None else {"routed_experts": double.experts}
+                data = json.dumps({"choices": [{**one, "weight_versions": spans, **experts}]}).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
@@ -110,6 +114,19 @@ def test_tokens_carry_the_version_that_the_server_names(server: ServerDouble) ->
     assert [logprob.seq for logprob in logprobs] == [4, 4, 7]
     assert server.asked[0]["token_ids"] == [1, 2, 3]
     assert "min_p" not in server.asked[0]["sampling_params"]
+
+
+def test_experts_that_the_server_sends_stay_with_the_tokens_of_their_request(server: ServerDouble) -> None:
+    server.answers, server.experts = [(200, ["4", "4"])], "sent"
+    tokens, logprobs = draw(server)
+    ids, mask = np.array([1, 2, 3, *tokens]), np.array([0, 0, 0, 1, 1])
+    drawn = RolloutSample([], [], ids, mask, np.zeros(5, np.float32), 0.5, 1, 0, {})
+    assert _labelled(drawn, [0.0, 0.0, 0.0, *logprobs]).turns == (RecordedTurn(5, "sent"),)
+    assert pickle.loads(pickle.dumps(_labelled(drawn, [0.0, 0.0, 0.0, *logprobs]))).turns == (RecordedTurn(5, "sent"),)
+    drawn.input_ids = np.array([1, 2, 9, *tokens])  # TRL changed the prompt
+    assert _labelled(drawn, [0.0, 0.0, 0.0, *logprobs]).turns == ()
+    server.answers, server.experts = [(200, ["4", "4"])], None
+    assert _labelled(drawn, [0.0, 0.0, 0.0, *draw(server)[1]]).turns == ()
 
 
 def test_tokens_of_weights_of_no_known_version_are_drawn_again(server: ServerDouble) -> None:

@@ -7,6 +7,8 @@ batches        rollouts as tensors to train on
 grpo           the loss
 step_training  training on the results of one step, and rejecting those that fail
 update         one update of the policy
+mismatch       how far the policy that drew the tokens is from the trainer's
+mismatch_alarm members whose mismatch stands out
 metrics        what each training step reports, and the completions that it shows
 report         the lines that a trainer prints
 checkpoints    the trainer's own checkpoints
@@ -16,6 +18,10 @@ ray_members    members as actors on a Ray cluster
 generation     completions from a transformers model that follows the chain
 sampling       drawing tokens while weights may change between two forward passes
 rewards        reward functions, by TRL's convention
+router_replay  recorded experts in place of those that an MoE model chooses
+router_weights how routers weight the experts that they chose
+trl_replay     replay in TRL's AsyncGRPO trainer
+router_export  recorded experts for other trainers
 """
 
 from __future__ import annotations
@@ -27,12 +33,13 @@ from .rewards import load_reward
 
 if TYPE_CHECKING:
     from .grpo import GrpoLoss as GrpoLoss
+    from .router_replay import RouterReplay as RouterReplay
     from .settings import GrpoSettings as GrpoSettings
     from .trainer import GrpoTrainer as GrpoTrainer
 
-__all__ = ["GrpoLoss", "GrpoSettings", "GrpoTrainer", "load_reward"]
+__all__ = ["GrpoLoss", "GrpoSettings", "GrpoTrainer", "RouterReplay", "load_reward"]
 
-_LATER = {"GrpoLoss": ".grpo", "GrpoSettings": ".settings", "GrpoTrainer": ".trainer"}
+_LATER = {"GrpoLoss": ".grpo", "GrpoSettings": ".settings", "GrpoTrainer": ".trainer", "RouterReplay": ".router_replay"}
 
 
 def __getattr__(name: str) -> Any:

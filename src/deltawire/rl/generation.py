@@ -16,14 +16,15 @@ from ..dtypes import DType, dtype_named
 from ..engines import HotSwap, ModuleEngine
 from ..engines.pretrained import causal_model, check_size, load_config, stop_tokens
 from ..engines.prompts import Prompts
-from ..errors import EngineError, EngineRefused, EngineUnavailable
-from ..events import OnEvent
+from ..errors import EngineError, EngineRefused, EngineUnavailable, UnsupportedRouting
+from ..events import OnEvent, emit
 from ..fleet.generation import Generated, Stop, never
 from ..format.records.trainer_records import Sampling
 from ..store import Store
 from ..subscribe.model_files import FollowedFiles, ModelFiles
 from ..tensors.checkpoint_layout import CheckpointLayout
 from ..tensors.torch_types import to_torch
+from .routing_recorder import RoutingRecorder
 from .sampling import passes_of, sample
 
 
@@ -32,8 +33,12 @@ class TransformersGenerator:
 
     The chain in `store` provides everything: config and tokenizer are attachments, and the weights follow the chain. A changed tokenizer is
     loaded again; a changed config needs a restart of the member. Weights are swapped between two forward passes, so the version of every
-    token is known exactly. The KV cache is kept across swaps (`KvCache.KEEP`).
+    token is known exactly. The KV cache is kept across swaps (`KvCache.KEEP`). With `routing`, the experts that process each token are
+    recorded.
     """
+
+    engine = "transformers"
+    """The name of the engine, for heartbeats."""
 
     def __init__(
         self,
@@ -42,6 +47,7 @@ class TransformersGenerator:
         device: str | torch.device = "cpu",
         options: ReaderOptions | None = None,
         poll: float = 0.5,
+        routing: bool = False,
         on_event: OnEvent | None = None,
     ) -> None:
         self._prompts = FollowedFiles(store, Prompts.of, options=options)
@@ -51,6 +57,7 @@ class TransformersGenerator:
             self._stop_tokens.add(end)
         self._policy = HotSwap(store, ModuleEngine(self.model, name="transformers"), options=options, on_event=on_event)
         self._passes = passes_of(self._policy)
+        self._recorder = open_recorder(self.model, on_event) if routing else None
         self._poll = poll
         self._is_following = False
 
@@ -78,10 +85,21 @@ class TransformersGenerator:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, stop: Stop = never) -> list[Generated]:
         if self.version is None:
             raise self.problem or EngineUnavailable("the model does not have a version of the chain yet.")
-        return sample(self.model, prompts, sampling, forward_pass=self._passes, stop_tokens=self._stop_tokens, stop=stop)
+        return sample(
+            self.model, prompts, sampling, forward_pass=self._passes, stop_tokens=self._stop_tokens, stop=stop, recorder=self._recorder
+        )
 
     def close(self) -> None:
         self._policy.close()
+
+
+def open_recorder(model: Any, on_event: OnEvent | None = None) -> RoutingRecorder | None:
+    """Return a recorder of the model's experts, or None if it has no routers that can be recorded. Event: "routing-unusable"."""
+    try:
+        return RoutingRecorder(model)
+    except UnsupportedRouting as error:
+        emit(on_event, "routing-unusable", reason=str(error))
+        return None
 
 
 def build_model(files: ModelFiles, device: str | torch.device = "cpu") -> tuple[Any, set[int]]:

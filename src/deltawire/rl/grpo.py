@@ -3,19 +3,22 @@
 The loss compares three policies. The *behaviour* policy drew a token. It is an older version in bf16, or quantised, and a completion may
 mix versions.
 The training step starts from the *old* policy and changes the *current* one. The ratio current/old is clipped, because the step is reliable
-only near the old policy. The weight old/behaviour corrects for tokens from other weights. It is capped so that no token dominates.
+only near the old policy. The weight old/behaviour corrects for tokens from other weights. It is bounded so that no token dominates.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
 _SMALL = 1e-6
 _LARGEST_LOG_RATIO = 20.0
 """Ratios of probabilities stay below e^20. That is far beyond every clip, and no ratio becomes infinite."""
+
+
+ImportanceSamplingMode: TypeAlias = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +30,15 @@ class LossTerms:
     clipped: int
     """Tokens whose gradient the clip removed."""
     truncated: int
-    """Tokens whose importance weight is above the cap."""
+    """Tokens whose importance weight was out of bounds, so that it was truncated or masked."""
     weight: float
-    """The sum of importance weights after truncation."""
+    """The sum of importance weights after that."""
     mismatch: float
     """The sum of the estimates of KL(behaviour ‖ old), in nats. The estimate of a token is r − log r − 1 with r = old/behaviour ("k3")."""
+    drift: torch.Tensor
+    """The log of old/behaviour for each token [completions, tokens], at most 20. It is 0 for tokens that do not count."""
+    is_truncated: torch.Tensor
+    """The tokens that `truncated` counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +51,30 @@ class GrpoLoss:
         The ratio current/old is clipped to at least 1−epsilon.
     epsilon_high
         The ratio current/old is clipped to at most 1+epsilon_high.
-    importance_sampling_cap
+    importance_sampling_clip_max
         The largest weight old/behaviour.
     importance_sampling_correction
         Whether tokens are weighted by old/behaviour. If False, all weights are 1, as if the old policy had drawn the tokens.
+    importance_sampling_mode
+        What happens to weights that are out of bounds. "token_truncate" sets them to the bound (truncated importance sampling, TIS), and
+        "token_mask" leaves their tokens out of the loss (masked importance sampling, MIS). "sequence_truncate" and "sequence_mask" do the
+        same with one weight for each completion: the product of the ratios of its tokens.
+    importance_sampling_clip_min
+        The smallest weight. None sets no lower bound.
     """
 
     epsilon: float = 0.2
     epsilon_high: float = 0.2
-    importance_sampling_cap: float = 2.0
+    importance_sampling_clip_max: float = 2.0
     importance_sampling_correction: bool = True
+    importance_sampling_mode: ImportanceSamplingMode = "token_truncate"
+    importance_sampling_clip_min: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.importance_sampling_mode not in get_args(ImportanceSamplingMode):
+            raise ValueError(f"importance_sampling_mode must be one of {', '.join(get_args(ImportanceSamplingMode))}")
+        if not 0 <= (self.importance_sampling_clip_min or 0.0) <= 1 <= self.importance_sampling_clip_max:
+            raise ValueError("importance_sampling_clip_min must be at most 1, and importance_sampling_clip_max at least 1")
 
     def __call__(
         self,
@@ -75,13 +96,9 @@ class GrpoLoss:
         behaviour = torch.where(mask, behaviour, 0.0)
         old = current.detach() if old is None else torch.where(mask, old, 0.0).detach()
         drift = (old - behaviour).clamp(max=_LARGEST_LOG_RATIO)
-        weights = torch.exp(drift)
         exact = drift.detach().double()
         mismatch = ((exact.expm1() - exact) * mask).sum()
-        if not self.importance_sampling_correction:
-            weights = torch.ones_like(weights)
-        truncated = (weights > self.importance_sampling_cap) & mask
-        weights = weights.clamp(max=self.importance_sampling_cap)
+        weights, truncated = self._weights(drift, mask)
         ratio = torch.exp((current - old).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO))
         gain = advantages[:, None]
         plain = ratio * gain
@@ -94,7 +111,20 @@ class GrpoLoss:
             truncated=int(truncated.sum()),
             weight=float((weights * mask).sum()),
             mismatch=float(mismatch),
+            drift=drift.detach(),
+            is_truncated=truncated,
         )
+
+    def _weights(self, drift: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the importance weight of each token, and the tokens whose weight was out of bounds."""
+        if not self.importance_sampling_correction:
+            return torch.ones_like(drift), torch.zeros_like(mask)
+        if self.importance_sampling_mode.startswith("sequence"):
+            drift = drift.sum(-1, keepdim=True).clamp(max=_LARGEST_LOG_RATIO).expand_as(drift)
+        weights = torch.exp(drift)
+        bounded = weights.clamp(self.importance_sampling_clip_min, self.importance_sampling_clip_max)
+        outside = weights != bounded
+        return torch.where(outside, 0.0, weights) if self.importance_sampling_mode.endswith("mask") else bounded, outside & mask
 
 
 def group_advantages(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ..events import OnEvent, emit, with_fields
 from ..fleet.generation import Generator
 from ..fleet.member import Member, tell_failure
 from ..format.records.fleet_files import Row
-from ..store import Store, StoreOptions, open_store
+from ..store import Store, StoreOptions
 from ..subscribe.follow import pause
 from ..subscribe.pin_keeper import reader_name
 from .rewards import RewardFunction, load_reward, reward_name, score
@@ -51,8 +51,18 @@ class MemberOptions:
         What a vLLM server does with keys and values of older weights: "drop", "keep" or "mark".
     canary
         What is checked after each update of a vLLM server: "off", "self" or "recorded".
+    routing
+        Whether to record which experts process which token, for a trainer that replays them. It needs a mixture-of-experts model, and
+        `--enable-return-routed-experts` at a vLLM server.
     store
         How to reach the store. Only its limits `max_rate` and `max_requests` are passed on to other processes.
+    host_cache
+        Where members of one host share data files, so that one of them fetches each file for all: a directory, or "auto" for the usual
+        ones. None shares nothing.
+    relays
+        Copies of the chain that relays keep. The member reads weights from them if they are nearer than `source`.
+    find_relays
+        Whether to read also from copies that relays have published in the run.
     """
 
     source: str
@@ -66,15 +76,21 @@ class MemberOptions:
     run: str | None = None
     kv_cache: Literal["drop", "keep", "mark"] = "drop"
     canary: Literal["off", "self", "recorded"] = "off"
+    routing: bool = False
     store: StoreOptions | None = None
+    host_cache: str | None = None
+    relays: tuple[str, ...] = ()
+    find_relays: bool = False
 
     def to_arguments(self) -> list[str]:
         """Return them as arguments of `deltawire member`."""
-        arguments = ["--from", self.source, "--engine", self.engine, "--device", self.device, "--poll", str(self.poll)]
-        arguments += ["--kv-cache", self.kv_cache, "--canary", self.canary]
+        arguments = [part for url in (self.source, *self.relays) for part in ("--from", url)]
+        arguments += ["--engine", self.engine, "--device", self.device, "--poll", str(self.poll)]
+        arguments += ["--relays"] if self.find_relays else []
+        arguments += ["--kv-cache", self.kv_cache, "--canary", self.canary, *(["--routing"] if self.routing else [])]
         arguments += [part for spec in self.env for part in ("--env", spec)]
         arguments += [part for key in self.trust for part in ("--trust", key)]
-        for option, value in (("--name", self.name), ("--mirror", self.mirror), ("--run", self.run)):
+        for option, value in (("--name", self.name), ("--mirror", self.mirror), ("--run", self.run), ("--host-cache", self.host_cache)):
             arguments += [option, value] if value else []
         if self.store is not None and self.store.max_rate is not None:
             arguments += ["--max-rate", f"{self.store.max_rate:.3f}B"]
@@ -119,7 +135,7 @@ def serve(
     """
     name = options.name or reader_name()
     on_event = with_fields(on_event, member=name)
-    with open_store(options.source, options=options.store, on_event=on_event) as store:
+    with _reader_options(options, name).open_store([options.source, *options.relays], on_event=on_event) as store:
         try:
             scorer = RewardScorer([load_reward(spec) for spec in options.env])
             generator = _open_generator(options, name, store, stop, on_event)
@@ -192,6 +208,7 @@ def _generator(options: MemberOptions, name: str, store: Store, on_event: OnEven
             poll=options.poll,
             kv_cache=KvCache(options.kv_cache),
             canary=options.canary,
+            routing=options.routing,
             on_event=on_event,
         )
     _require_transformers()
@@ -202,12 +219,20 @@ def _generator(options: MemberOptions, name: str, store: Store, on_event: OnEven
         device=_device(options.device),
         options=_reader_options(options, name),
         poll=options.poll,
+        routing=options.routing,
         on_event=on_event,
     )
 
 
 def _reader_options(options: MemberOptions, name: str) -> ReaderOptions:
-    return ReaderOptions(run=options.run, trusted_keys=options.trust, reader=name, store=options.store)
+    return ReaderOptions(
+        run=options.run,
+        trusted_keys=options.trust,
+        reader=name,
+        store=options.store,
+        host_cache=options.host_cache,
+        find_relays=options.find_relays,
+    )
 
 
 def _require_transformers() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from ..engines.prompts import Prompts
 from ..fleet.steps.batch_steps import Batch
 from .batches import TrainingBatch
+from .mismatch import Mismatch
 
 _SHOWN = 1000
 
@@ -28,6 +29,17 @@ def step_metrics(batch: TrainingBatch) -> dict[str, float | None]:
         "tokens": batch.tokens,
         "mixed": batch.mixed,
         "lag": batch.lag if math.isfinite(batch.lag) else None,
+    }
+
+
+def mismatch_metrics(mismatch: Mismatch | None) -> dict[str, float]:
+    """Return the mismatch of a step, under TRL's names where they mean the same."""
+    if mismatch is None:
+        return {}
+    return {
+        "sampling/sampling_logp_difference/mean": mismatch.logp_difference_mean,
+        "sampling/sampling_logp_difference/max": mismatch.logp_difference_max,
+        **{f"mismatch/{name}": mismatch.fields[name] for name in ("ratio_min", "ratio_mean", "ratio_max", "ess")},
     }
 
 

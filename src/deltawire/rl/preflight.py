@@ -17,6 +17,7 @@ from ..publish.attachments.read_files import Attachments, read_attachments
 from ..store import Store
 from ..subscribe.model_files import ModelFiles, read_model_files
 from ..tensors.casting import Casting
+from .routing_recorder import layout_of_model
 
 _NAMED = 3
 """An error names at most this many rows."""
@@ -42,10 +43,10 @@ def files_with_tokenizer(model: Any, tokenizer: Any, attachments: Attachments | 
 
 
 def training_limits(model: Any, prompts: Prompts) -> TrainingLimits:
-    """Return the limits of this model: its vocabulary, its positions, and how this tokenizer encodes prompts."""
+    """Return the limits of this model: its vocabulary, its positions, how this tokenizer encodes prompts, and its routers."""
     config = getattr(model, "config", None)
     positions = None if config is None else positions_of(config)
-    return TrainingLimits(vocabulary=_vocabulary(model), positions=positions, encode=prompts.encode)
+    return TrainingLimits(_vocabulary(model), positions, prompts.encode, routers=layout_of_model(model))
 
 
 def check_rows(rows: Sequence[Row], limits: TrainingLimits, max_completion_length: int) -> None:

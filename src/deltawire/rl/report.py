@@ -49,6 +49,10 @@ class StepReporter:
             case "evaluated":
                 numbers = "  ".join(f"{key} {_number(value)}" for key, value in fields.items() if key != "step")
                 return f"step {fields['step']}  evaluated: {numbers}"
+            case "mismatch-alarm":
+                return f"step {fields['step']}  member {fields['member']} stands out: kl {fields['kl']:.2g}, others {fields['others']:.2g}"
+            case "member-excluded":
+                return f"member {fields['member']} is excluded: {fields['why']}"
             case "step-skipped":
                 return f"step {fields['step']}  skipped, weights unchanged: {fields['why']}"
             case "rollout-rejected":

@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..chain.version import Version
 from ..engines import HotSwap, ModuleEngine
 from ..errors import EngineUnavailable
 from ..fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, never
 from ..format.records.trainer_records import Sampling
+from ..format.routing import MISSING, RecordedExperts, RoutingLayout
+from .routing_recorder import RoutingRecorder
 
 ForwardPass = Callable[[], contextlib.AbstractContextManager[Version]]
 """Entered around every forward pass. It yields the version of the weights and prevents swaps until it is left."""
@@ -52,12 +55,14 @@ def sample(
     forward_pass: ForwardPass,
     stop_tokens: Collection[int] = (),
     stop: Stop = never,
+    recorder: RoutingRecorder | None = None,
 ) -> list[Generated]:
     """Return `sampling.samples` completions of each prompt, those of the first prompt first. All are made in one batch.
 
     Prompts need at least one token. A completion ends with the first of `stop_tokens`, which it includes. Temperature 0 takes the most
     probable token. The KV cache is kept across swaps, so a completion may mix versions; its spans say which. `stop` is asked before each
-    pass; `Interrupted` is raised when it returns true.
+    pass; `Interrupted` is raised when it returns true. `recorder` records the experts of each token, in the version that processed it. The
+    last token of a completion has none, because the model never processes it.
     """
     if not all(len(prompt) for prompt in prompts):
         raise ValueError("a prompt needs at least one token")
@@ -71,8 +76,12 @@ def sample(
         while any(row.is_live for row in rows):
             if stop():
                 raise Interrupted
-            with forward_pass() as version:
+            with forward_pass() as version, contextlib.nullcontext() if recorder is None else recorder.one_pass() as recording:
                 logits = batch.forward()
+            if recording is not None:
+                for row, experts in zip(batch.rows(rows), batch.split(recording.take()), strict=True):
+                    if row.is_live:
+                        row.experts.append(experts)
             tokens, logprobs = draw(logits, sampling.temperature, sampling.top_p, chance)
             for row, token, logprob in zip(batch.rows(rows), tokens.tolist(), logprobs.tolist(), strict=True):
                 if row.is_live:
@@ -80,7 +89,7 @@ def sample(
                     row.finished = token in stop_tokens
                     row.is_live = not row.finished and len(row.tokens) < sampling.max_tokens
             batch.advance(tokens, [row.is_live for row in batch.rows(rows)])
-    return [row.generated() for row in rows]
+    return [row.generated(None if recorder is None else recorder.layout) for row in rows]
 
 
 def draw(
@@ -107,6 +116,7 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[GeneratedSpan] = field(default_factory=list)
+    experts: list[NDArray[np.int16]] = field(default_factory=list)
     is_live: bool = True
     finished: bool = False
 
@@ -119,8 +129,13 @@ class _Row:
         else:
             self.spans.append(GeneratedSpan(position, position + 1, version))
 
-    def generated(self) -> Generated:
-        return Generated(np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), tuple(self.spans), self.finished)
+    def generated(self, layout: RoutingLayout | None) -> Generated:
+        routing = None
+        if layout is not None:
+            missing = np.full((1, len(layout.layers), layout.top_k), MISSING, np.int16)
+            routing = RecordedExperts(layout, np.concatenate([*self.experts, missing]))
+        spans = tuple(self.spans)
+        return Generated(np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), spans, self.finished, routing)
 
 
 class _Batch:
@@ -159,6 +174,13 @@ class _Batch:
         self._cache = out.past_key_values
         logits: torch.Tensor = out.logits[:, -1]
         return logits
+
+    def split(self, experts: NDArray[np.int32]) -> list[NDArray[np.int16]]:
+        """Return the experts of each row of the last pass, without those of padding."""
+        height, width = self._input.shape
+        by_row = experts.astype(np.int16).reshape(height, width, *experts.shape[1:])
+        kept = self._mask[:, -width:].bool().cpu().numpy()
+        return [rows[mask] for rows, mask in zip(by_row, kept, strict=True)]
 
     def advance(self, tokens: torch.Tensor, is_live: Sequence[bool]) -> None:
         """Make the drawn tokens the input of the next pass."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .grpo import GrpoLoss
+from .mismatch_alarm import AlarmRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class GrpoSettings:
     num_generations
         Completions per prompt. GRPO compares them with each other.
     tasks
-        Tasks that the prompts of a step are divided into. A member takes one at a time.
+        Tasks that the prompts of a step are divided into. A member leases the next one while it works on one.
     max_completion_length
         Largest number of tokens in a completion.
     temperature
@@ -41,7 +42,12 @@ class GrpoSettings:
     per_device_train_batch_size
         Completions that go through the model together. It changes memory and speed, not the result.
     loss
-        The clip and the cap of importance weights.
+        The clip, and the bounds of importance weights.
+    router_replay
+        Train an MoE model with the experts that the members recorded (docs/router-replay.md). Results without recorded
+        experts are trained on with the model's own routing.
+    mismatch_alarm
+        When a member's mismatch stands out, and whether it is then taken out of the fleet.
     reward_weights
         The weight of each reward by its name. The default weight is 1.
     max_skipped_steps
@@ -69,6 +75,8 @@ class GrpoSettings:
     num_iterations: int = 1
     per_device_train_batch_size: int = 64
     loss: GrpoLoss = field(default_factory=GrpoLoss)
+    router_replay: bool = False
+    mismatch_alarm: AlarmRule = field(default_factory=AlarmRule)
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     max_skipped_steps: int = 3
     save_steps: int = 5

@@ -13,7 +13,7 @@ from ..fleet.coordinator import Coordinator
 from ..fleet.steps.batch_steps import Batch
 from .batches import TrainingBatch
 from .settings import GrpoSettings
-from .update import PolicyUpdate, one_line
+from .update import PolicyUpdate, Updated, one_line
 
 
 class StepTraining:
@@ -57,7 +57,7 @@ class StepTraining:
         self._on_event = on_event
         self._skipped = 0
 
-    def train(self, collected: Batch) -> tuple[Batch, TrainingBatch | None, dict[str, float]]:
+    def train(self, collected: Batch) -> tuple[Batch, TrainingBatch | None, Updated | None]:
         """Train on the acknowledged results that work. Rejected results are recorded in the store before the others are trained on.
 
         Raises `TrainingFailed` if too many steps in a row had no usable result, or if the weights are not finite. The rollouts are rejected
@@ -80,7 +80,7 @@ class StepTraining:
                 if updated.skipped is not None:
                     emit(self._on_event, "iterations-skipped", step=collected.step, why=updated.skipped)
                 self._skipped = 0
-                return collected, batch, updated.measured
+                return collected, batch, updated
             failing = self._update.failing_alone(collected.rollouts, collected.step)
             if not failing:
                 failing = dict.fromkeys(range(len(collected.results)), f"training on all results together failed: {why}")
@@ -89,7 +89,7 @@ class StepTraining:
         emit(self._on_event, "step-skipped", step=collected.step, why=why)
         if self._skipped > self._settings.max_skipped_steps:
             raise TrainingFailed(f"training failed on the rollouts of {self._skipped} steps in a row; the last time: {why}.")
-        return collected, None, {}
+        return collected, None, None
 
     def _reject(self, collected: Batch, failing: Mapping[int, str]) -> Batch:
         """Record that the step rejects results, given by index and reason. Return the batch without them."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +19,7 @@ from ..chain.log import ChainLog
 from ..chain.reader_options import ReaderOptions
 from ..chain.version import Version
 from ..engines.model_limits import load_prompts
-from ..errors import FleetTimeout, TrainingFailed
+from ..errors import DeltawireError, FleetTimeout, TrainingFailed
 from ..events import OnEvent, emit
 from ..fleet.coordinator import Coordinator
 from ..fleet.options import FleetOptions
@@ -35,7 +37,9 @@ from ..quantise import Recipe
 from ..store import Store, open_store
 from ..trainers import WeightSource
 from .checkpoints import TrainerCheckpoints
-from .metrics import printed_completions, step_metrics
+from .metrics import mismatch_metrics, printed_completions, step_metrics
+from .mismatch import TokenMismatch, mismatch_groups
+from .mismatch_alarm import MismatchAlarm
 from .preflight import check_rows, files_with_tokenizer, read_files, training_limits
 from .report import StepReporter
 from .resume_point import digest_like, resume_point
@@ -61,7 +65,7 @@ class GrpoTrainer:
     The trainer refuses results that it cannot train on, or rejects them later (event "rollout-rejected"). It skips a step for which no
     result is left (event "step-skipped") and continues. It emits an event "trained" when the version of a step is published.
 
-    The constructor raises `UnusableRows`, `UnusableSettings` or `UnusableModelFiles` before it publishes anything.
+    The constructor raises `UnusableRows`, `UnusableSettings`, `UnusableModelFiles` or `UnsupportedRouting` before it publishes anything.
 
     Parameters
     ----------
@@ -143,7 +147,6 @@ class GrpoTrainer:
         self._lr_scheduler = lr_scheduler
         self._evaluate = evaluate
         self._source = WeightSource(model)
-        update = PolicyUpdate(model, self._optimizer, self.settings, dtype)
         self._checkpoints = None if checkpoints is None else TrainerCheckpoints(checkpoints)
         self._budget = StalenessBudget(self.settings.max_staleness)
         back = self.settings.save_steps + self.settings.max_staleness + 1
@@ -156,6 +159,8 @@ class GrpoTrainer:
         if tokenizer is not None:
             attachments = files_with_tokenizer(model, tokenizer, attachments, dtype)
         with ExitStack() as opened:  # undone in reverse if anything below fails, and by close()
+            update = PolicyUpdate(model, self._optimizer, self.settings, dtype)
+            opened.callback(update.close)
             self._store = open_store(url, options=options.store, on_event=on_event)
             if self._store is not url:
                 opened.callback(self._store.close)
@@ -196,6 +201,11 @@ class GrpoTrainer:
             recipe = None if quantise is None else record_of(Recipe.of(quantise))
             if version is None or version.seq != point.seq or not continues(recipe, version.recipe):
                 version = _published(self._publish())  # after a rewind too: this commit abandons the versions in between
+            self.version: Version = version
+            """The newest published version."""
+            self._in_flight: _InFlight | None = None
+            self._last_step = self.step
+            self._progress = threading.RLock()
             self._coordinator = Coordinator(
                 self._store,
                 epoch=self._publisher.epoch,
@@ -206,6 +216,7 @@ class GrpoTrainer:
                 scheduler=scheduler,
                 options=fleet,
                 training=limits,
+                meanwhile=self._note_published_while_training,
                 on_event=on_event,
             )
             opened.callback(self._coordinator.close)
@@ -218,9 +229,7 @@ class GrpoTrainer:
                 sets_learning_rate=optimizer is None,
                 on_event=on_event,
             )
-            self.version: Version = version
-            """The newest published version."""
-            self._in_flight: _InFlight | None = None
+            self._alarm = MismatchAlarm(self.settings.mismatch_alarm)
             self._coordinator.resume()
             self._opened = opened.pop_all()
 
@@ -243,9 +252,10 @@ class GrpoTrainer:
             Asked between requests to the store. When it returns true, training ends early. Collected results are kept for the next call
             and for the next trainer.
         """
+        self._last_step = until
         while self.step < until and not (stop is not None and stop()):
             started = time.monotonic()
-            batch = self._collect(until, stop)
+            batch = self._collect(stop)
             if batch is None:
                 break
             self._step(batch, idle=time.monotonic() - started)
@@ -265,12 +275,13 @@ class GrpoTrainer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._opened.__exit__(kind, error, trace)
 
-    def _collect(self, until: int, stop: Callable[[], bool] | None) -> Batch | None:
+    def _collect(self, stop: Callable[[], bool] | None) -> Batch | None:
         """Return the batch of the next step, or None if `stop` ended the wait. Open further rounds as soon as the budget allows."""
         while True:
-            if self._in_flight is not None and self._in_flight.version.done():
-                self._settle()
-            self._open_rounds(until)
+            with self._progress:
+                if self._in_flight is not None and self._in_flight.version.done():
+                    self._settle()
+                self._open_rounds()
             try:
                 timeout = None if self._in_flight is None else self._patience
                 return self._coordinator.collect(self.step + 1, timeout=timeout, stop=stop)
@@ -278,11 +289,28 @@ class GrpoTrainer:
                 if stop is not None and stop():
                     return None
 
-    def _open_rounds(self, until: int) -> None:
+    def _note_published_while_training(self) -> None:
+        """Open the next rounds as soon as a version is published, although the trainer trains. Errors are left to the trainer's thread."""
+        if not self._progress.acquire(blocking=False):
+            return
+        try:
+            in_flight = self._in_flight
+            if in_flight is not None and in_flight.version.done():
+                try:
+                    self._settle()
+                except Exception:
+                    self._in_flight = in_flight
+                    return
+                with contextlib.suppress(DeltawireError):
+                    self._open_rounds()
+        finally:
+            self._progress.release()
+
+    def _open_rounds(self) -> None:
         """Open as many rounds as the staleness budget allows. With a budget of 0 training is synchronous, with more it is pipelined."""
         settings = self.settings
         assert self.version.step is not None
-        for step in range(self.step + 1, min(until, self._budget.newest_open(self.version.step)) + 1):
+        for step in range(self.step + 1, min(self._last_step, self._budget.newest_open(self.version.step)) + 1):
             rows = self._rows_of(step)
             sampling = Sampling(
                 settings.num_generations, settings.max_completion_length, settings.temperature, settings.top_p, seed=settings.seed + step
@@ -295,27 +323,42 @@ class GrpoTrainer:
 
     def _step(self, collected: Batch, *, idle: float) -> None:
         started = time.monotonic()
-        collected, batch, measured = self._training.train(collected)
+        collected, batch, updated = self._training.train(collected)
         self.step = collected.step
         if self._checkpoints is not None and self.step % self.settings.save_steps == 0:
             # The checkpoint comes before the version: see resume_point.
             self._checkpoints.save(self.step, self._model, self._optimizer, self._lr_scheduler)
         facts: dict[str, float | None] = {
             **({"reward": None, "completions": 0, "tokens": 0} if batch is None else step_metrics(batch)),
-            **measured,
+            **({} if updated is None else {**updated.measured, **mismatch_metrics(updated.tokens.measure())}),
             "learning_rate": self._optimizer.param_groups[0]["lr"],
             "rejected": sum(collected.rejected.values()),
             "idle_seconds": idle,
             "train_seconds": time.monotonic() - started,
         }
-        self._settle()  # only one version is in flight, so that none is superseded
-        self._in_flight = _InFlight(self._publish(), time.monotonic(), facts)
+        if batch is not None and updated is not None:
+            self._tell_mismatch(updated.tokens, batch.members)
+        with self._progress:
+            self._settle()  # only one version is in flight, so that none is superseded
+            self._in_flight = _InFlight(self._publish(), time.monotonic(), facts)
         for one in printed_completions(collected, self._prompts, self.settings.num_completions_to_print):
             emit(self._on_event, "completion", step=self.step, **one)
         if self._evaluate is not None and self.step % self.settings.eval_steps == 0:
             self._run_evaluation(self._evaluate)
         if self._budget.newest_open(self.step - 1) == self.step:
             self._settle()  # synchronous: the next round needs this version
+
+    def _tell_mismatch(self, tokens: TokenMismatch, members: tuple[str, ...]) -> None:
+        """Emit the mismatch of the step, overall and in parts, and an alarm for each member that begins to stand out."""
+        engines = {one.member: one.engine for one in self._coordinator.members() if one.engine is not None}
+        for group in mismatch_groups(tokens, members, engines):
+            emit(self._on_event, "mismatch", step=self.step, by=group.by, group=group.name, **group.mismatch.fields)
+        for one in self._alarm.note(tokens, members):
+            emit(self._on_event, "mismatch-alarm", step=self.step, member=one.member, kl=one.kl, others=one.others, tokens=one.tokens)
+            if self.settings.mismatch_alarm.exclude:
+                why = f"its mismatch stands out: {one.kl:.2g} nats per token, others have {one.others:.2g}"
+                self._coordinator.exclude(one.member, why)
+                self._alarm.forget(one.member)
 
     def _run_evaluation(self, evaluate: Evaluate) -> None:
         self._model.eval()
@@ -325,22 +368,23 @@ class GrpoTrainer:
 
     def _settle(self) -> None:
         """Wait until the version in flight is published, and report the step."""
-        if self._in_flight is None:
-            return
-        in_flight, self._in_flight = self._in_flight, None
-        self.version = version = _published(in_flight.version)
-        self._coordinator.published(version)
-        emit(
-            self._on_event,
-            "trained",
-            step=version.step,
-            seq=version.seq,
-            **in_flight.facts,
-            changed=version.changed,
-            bytes=version.bytes,
-            state_bytes=version.state_bytes,
-            publish_seconds=time.monotonic() - in_flight.since,
-        )
+        with self._progress:
+            if self._in_flight is None:
+                return
+            in_flight, self._in_flight = self._in_flight, None
+            self.version = version = _published(in_flight.version)
+            self._coordinator.published(version)
+            emit(
+                self._on_event,
+                "trained",
+                step=version.step,
+                seq=version.seq,
+                **in_flight.facts,
+                changed=version.changed,
+                bytes=version.bytes,
+                state_bytes=version.state_bytes,
+                publish_seconds=time.monotonic() - in_flight.since,
+            )
 
     def _publish(self) -> PendingVersion:
         pending = self._source.publish(self._publisher, step=self.step)

@@ -262,6 +262,7 @@ class FleetRolloutWorker:
                 group_id=self._group,
                 metrics={"reward": float(totals[index]), "reward_std": spread, **named},
                 enqueued_at=time.time(),
+                experts=one.experts,
                 made_by=_after(prompt, np.where(one.mask != 0, made_by, NO_VERSION), NO_VERSION, np.int64),
             )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -35,12 +35,32 @@ _TRIES = 30
 """How often a request is tried. TRL tries its own requests as often."""
 
 
+@dataclass(frozen=True, slots=True)
+class RecordedTurn:
+    """One request to a vLLM server that returns routed experts.
+
+    Parameters
+    ----------
+    tokens
+        The number of tokens of its prompt and completion together. They are the first tokens of the sample.
+    experts
+        Their experts, as the server sent them.
+    """
+
+    tokens: int
+    experts: Any
+
+
 @dataclass(slots=True)
 class LabelledSample(RolloutSample):  # type: ignore[misc]
     """A sample that knows which versions made it. Its `model_version`, which TRL uses, is that of the oldest one."""
 
     made_by: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     """For each token of `input_ids`, the `seq` of the version that made it, or `NO_VERSION`."""
+    experts: NDArray[np.integer[Any]] | None = None
+    """The recorded experts [tokens, layers, top k] of an MoE model, −1 where none were recorded. None if the sample has none."""
+    turns: tuple[RecordedTurn, ...] = ()
+    """The turns of the sample for which the server sent its experts."""
 
     @property
     def versions(self) -> list[int]:
@@ -89,7 +109,8 @@ class LabellingLoop(_AsyncRolloutLoop):  # type: ignore[misc]
             sampling["min_p"] = self.min_p
         body = token_request(self._request_model, prompt_ids, sampling)
         drawn, seqs = await self._retry(lambda: self._draw(body), label=f"vllm {TOKEN_ROUTE}", max_attempts=_TRIES)
-        return drawn.tokens, [_Drawn(logprob, seq) for logprob, seq in zip(drawn.logprobs, seqs, strict=True)]
+        turn = _Turn([*prompt_ids, *drawn.tokens], drawn.experts)
+        return drawn.tokens, [_Drawn(logprob, seq, turn) for logprob, seq in zip(drawn.logprobs, seqs, strict=True)]
 
     async def _draw(self, body: dict[str, Any]) -> tuple[LabelledTokens, list[int]]:
         timeout = aiohttp.ClientTimeout(total=self.request_timeout)
@@ -121,21 +142,30 @@ class _UnusableCompletion(aiohttp.ClientError):  # type: ignore[misc]
     """Raised for a completion that must not be trained on. TRL's loop repeats the request after errors of this type."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turn:
+    """The token ids of a request and its completion, and their experts as the server sent them, if it did."""
+
+    ids: list[int]
+    experts: Any
+
+
 class _Drawn(float):
-    """The log-prob of a token, which knows the version that drew the token.
+    """The log-prob of a token, which knows the version that drew the token, and the request.
 
     TRL joins the turns of a conversation, and separates them again if their tokens do not match. Each token keeps its log-prob through all
-    of that, so the log-prob also carries the version.
+    of that, so the log-prob also carries both.
     """
 
-    __slots__ = ("seq",)
+    __slots__ = ("seq", "turn")
 
-    def __new__(cls, logprob: float, seq: int) -> _Drawn:
+    def __new__(cls, logprob: float, seq: int, turn: _Turn | None = None) -> _Drawn:
         drawn = super().__new__(cls, logprob)
-        drawn.seq = seq
+        drawn.seq, drawn.turn = seq, turn
         return drawn
 
     seq: int
+    turn: _Turn | None
 
 
 def _labelled(sample: RolloutSample, logprobs: list[float]) -> LabelledSample:
@@ -144,7 +174,16 @@ def _labelled(sample: RolloutSample, logprobs: list[float]) -> LabelledSample:
         raise EngineError("this release of TRL assembles samples in a way that loses which version made a token.")
     labelled = LabelledSample(**{each.name: getattr(sample, each.name) for each in fields(RolloutSample)}, made_by=made_by)
     labelled.metrics["sample/versions"] = float(len(labelled.versions))
+    labelled.turns = tuple(_recorded_turns(sample.input_ids.tolist(), logprobs))
     return labelled
+
+
+def _recorded_turns(ids: list[int], logprobs: list[float]) -> Iterator[RecordedTurn]:
+    """Yield the turns that have experts, in order. A turn whose tokens are not those of the sample is left out."""
+    turns = dict.fromkeys(logprob.turn for logprob in logprobs if isinstance(logprob, _Drawn))
+    for turn in turns:
+        if turn is not None and turn.experts is not None and ids[: len(turn.ids)] == turn.ids:
+            yield RecordedTurn(len(turn.ids), turn.experts)
 
 
 class _CountedSamples:

@@ -114,6 +114,7 @@ def _as_json(result: SeenResult, made: Rollouts, one: Completion, decode: Decode
         "versions": [{"seq": seq, "step": made.versions[seq].step} for seq in sorted({span.seq for span in one.spans})],
         "rewards": dict(zip(made.reward_names, one.rewards, strict=True)),
         "finished": one.finished,
+        "routing": _routing_as_json(made),
         "prompt_tokens": prompt,
         "tokens": tokens,
         "prompt": None if decode is None else decode(prompt),
@@ -121,10 +122,27 @@ def _as_json(result: SeenResult, made: Rollouts, one: Completion, decode: Decode
     }
 
 
+def _routing_as_json(made: Rollouts) -> dict[str, Any] | None:
+    """Return facts about the routed experts of a whole result, or None if it has none."""
+    if made.routing is None:
+        return None
+    layout, tokens = made.routing.layout, len(made.routing.sequences.tokens)
+    return {
+        "experts": layout.experts,
+        "top_k": layout.top_k,
+        "layers": list(layout.layers),
+        "broken_rows": made.routing.broken,
+        "bytes": made.routing.nbytes,
+        "bytes_per_token": round(made.routing.nbytes / tokens, 2),
+    }
+
+
 def _print_heading(console: Console, result: SeenResult, made: Rollouts) -> None:
     steps = sorted({version.step for version in made.versions.values()})
     by = f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
     parts = [f"for step {result.round.for_step}", f"round {made.round} task {made.task}", f"by {made.member} with {by}", result.state]
+    if made.routing is not None:
+        parts.insert(-1, f"routing {made.routing.nbytes / len(made.routing.sequences.tokens):,.1f} bytes/token")
     print_wrapped(console, "  ".join(parts) + (f": {result.why}" if result.why else ""), style="bold", indent=2)
 
 

@@ -22,18 +22,21 @@ import numpy as np
 from ....chain.reader_options import ReaderOptions
 from ....chain.version import Version
 from ....errors import DeltawireError, EngineError, EngineRefused, EngineUnavailable, VersionUnknown
-from ....events import OnEvent
+from ....events import OnEvent, emit
 from ....fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, never
 from ....format.records.trainer_records import Sampling
+from ....format.routing import RecordedExperts
 from ....store import Store
 from ....subscribe.model_files import FollowedFiles
 from ...base import KvCache
 from ...http_session import NoAnswer, PendingAnswer, http_session
 from ...prompts import Prompts
+from ...routed_experts import ModelRouters, fill_prompts, read_captured_experts, read_vllm_experts, routers_of_files
 from .routes import EngineUnreachable, RouteFailed, VllmRoutes
 from .server_canary import CanaryKind
 from .sidecar import Sidecar
-from .token_route import TOKEN_ROUTE, read_choice, token_request
+from .token_route import TOKEN_ROUTE, LabelledTokens, read_choice, token_request
+from .worker_experts import WorkerExperts
 
 _PLAIN_ROUTE = "/v1/completions"
 _STOP_CHECK_SECONDS = 0.05
@@ -66,9 +69,15 @@ class VllmGenerator:
         (`cache_salt`), so it uses no keys and values of older weights, and a swap drops none.
     canary
         What to check after each update: "off", "self" or "recorded", as for `Sidecar`.
+    routing
+        Whether to keep the experts that processed each token. The server needs `--enable-return-routed-experts`. That of vLLM's CPU build,
+        which refuses it, needs `--enable-scale-out`, and its workers record them.
     on_event
-        Called with each event of the sidecar.
+        Called with each event of the sidecar, and with "routing-unusable".
     """
+
+    engine = "vllm"
+    """The name of the engine, for heartbeats."""
 
     def __init__(
         self,
@@ -80,6 +89,7 @@ class VllmGenerator:
         poll: float = 0.5,
         kv_cache: KvCache = KvCache.DROP,
         canary: CanaryKind = "off",
+        routing: bool = False,
         on_event: OnEvent | None = None,
     ) -> None:
         self._log = (options or ReaderOptions()).open_log(store)
@@ -87,6 +97,9 @@ class VllmGenerator:
         self._prompts = FollowedFiles(store, Prompts.of, options=options)
         self._sidecar = Sidecar(url, store, mirror, kv_cache=kv_cache, canary=canary, options=options, on_event=on_event)
         self._marks_requests = kv_cache is KvCache.MARK
+        self._routing = routing
+        self._on_event = on_event
+        self._problem_of_routing: str | None = None
         self._poll = poll
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -122,7 +135,11 @@ class VllmGenerator:
         self._check_server(sampling)
         try:
             bodies = [self._body(prompt, sampling, sampling.seed + number, before) for number, prompt in enumerate(prompts)]
+            experts = WorkerExperts(self._routes, bodies) if self._captures_experts() else None
             answers = self._answers(bodies, stop)
+            if experts is not None:
+                experts.add_to(answers)
+            routers = routers_of_files(self._prompts.first) if self._routing else None
         except EngineUnreachable as failure:
             raise EngineUnavailable(f"the server was lost: {failure}") from failure
         except RouteFailed as failure:
@@ -130,7 +147,8 @@ class VllmGenerator:
                 self._has_exact_route = False
                 return self.generate(prompts, sampling, stop=stop)
             raise EngineUnavailable(str(failure)) from failure
-        return [made for answer in answers for made in self._read(answer, sampling, before)]
+        pairs = zip(prompts, answers, strict=True)
+        return [made for prompt, answer in pairs for made in self._read(answer, sampling, before, routers, len(prompt))]
 
     def close(self) -> None:
         self._stop.set()
@@ -194,22 +212,52 @@ class VllmGenerator:
             return TOKEN_ROUTE, {**token_request(self._model, prompt, own), **mark}
         return _PLAIN_ROUTE, {"model": self._model, "prompt": list(prompt), **own, **mark, "logprobs": 0, "return_token_ids": True}
 
-    def _read(self, answer: Mapping[str, Any], sampling: Sampling, before: Version) -> list[Generated]:
+    def _read(
+        self, answer: Mapping[str, Any], sampling: Sampling, before: Version, routers: ModelRouters | None, prompt: int
+    ) -> list[Generated]:
         try:
             choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
             if len(choices) != sampling.samples:
                 raise EngineError(f"the server returned {len(choices)} completions instead of {sampling.samples}.")
-            return [self._completion(choice, before) for choice in choices]
+            made = [self._completion(choice, before, routers, prompt) for choice in choices]
+            fill_prompts([each.routing for each in made], prompt)
+            return made
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"the answer of the server at {self._routes.url} cannot be read: {error!r}.") from error
 
-    def _completion(self, choice: Mapping[str, Any], before: Version) -> Generated:
+    def _completion(self, choice: Mapping[str, Any], before: Version, routers: ModelRouters | None, prompt: int) -> Generated:
         drawn = read_choice(choice)
         if drawn.spans is None:
             made = [GeneratedSpan(0, len(drawn.tokens), self._oldest_since(before))] if drawn.tokens else []
         else:
             made = [GeneratedSpan(span.start, span.end, self._labelled(span.label)) for span in drawn.spans]
-        return Generated(np.array(drawn.tokens, np.int32), np.array(drawn.logprobs, np.float32), tuple(made), drawn.finished)
+        routing = self._recorded(drawn, routers, prompt + len(drawn.tokens)) if self._routing else None
+        return Generated(np.array(drawn.tokens, np.int32), np.array(drawn.logprobs, np.float32), tuple(made), drawn.finished, routing)
+
+    def _captures_experts(self) -> bool:
+        """Return whether the workers record experts, as those of vLLM's CPU build do for this client. Raises `RouteFailed`."""
+        if not (self._routing and self._device == "cpu" and self._has_exact_route):
+            return False
+        (why, *_) = [answer["why_not"] for answer in self._routes.call_workers("deltawire_capture_experts")]
+        return why is None
+
+    def _recorded(self, drawn: LabelledTokens, routers: ModelRouters | None, tokens: int) -> RecordedExperts | None:
+        """Return the experts that the server recorded. If they are missing or cannot be used, return None, and say why in an event."""
+        why = None
+        if routers is None:
+            why = "the chain's model has no routers, or their config is not known."
+        elif drawn.experts is None:
+            why = "the vLLM server does not send routed experts. Start it with --enable-return-routed-experts."
+        else:
+            try:
+                read = read_captured_experts if isinstance(drawn.experts, dict) else read_vllm_experts
+                return read(drawn.experts, routers, tokens)
+            except EngineError as error:
+                why = str(error)
+        if why != self._problem_of_routing:
+            emit(self._on_event, "routing-unusable", reason=why)
+        self._problem_of_routing = why
+        return None
 
     def _oldest_since(self, before: Version) -> Version:
         now = self._served()

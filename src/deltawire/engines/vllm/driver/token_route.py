@@ -34,6 +34,8 @@ class LabelledTokens:
     spans: tuple[LabelledSpan, ...] | None
     finished: bool
     """Whether the model ended it. False if it reached the limit of tokens."""
+    experts: Any = None
+    """The routed experts as the server sends them (`engines.routed_experts` reads them). None if it does not."""
 
     def labels(self) -> list[str]:
         """Return the label of each token."""
@@ -63,4 +65,4 @@ def read_choice(choice: Mapping[str, Any]) -> LabelledTokens:
         raise EngineUnavailable(f"the vLLM server ended a completion early ({reason}).")
     if spans is not None and [position for span in spans for position in range(span.start, span.end)] != list(range(len(tokens))):
         raise EngineError("the vLLM server does not report the weights of every token.")
-    return LabelledTokens(tokens, logprobs, spans, reason == "stop")
+    return LabelledTokens(tokens, logprobs, spans, reason == "stop", choice.get("routed_experts"))
