@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +16,7 @@ from blake3 import blake3
 from safetensors.numpy import save
 
 import deltawire
+from deltawire.format.records.announcement_records import Announcement
 from deltawire.format.records.file_list import FileListRef, list_bytes
 from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, link_targets, record_hash
 from deltawire.format.records.run_records import Epoch, Head, Run
@@ -97,12 +98,24 @@ class ToyChain:
         files = self.checkpoint(state, extra=extra)
         return self._append(state, kind="anchor", base=None, files=files)
 
-    def delta(self, state: State | None = None) -> Commit:
-        """Append a version as a delta to the current one."""
+    def delta(self, state: State | None = None, files: tuple[FileEntry, ...] | None = None) -> Commit:
+        """Append a version as a delta to the current one. `files` are those of the delta if they are uploaded already."""
         assert self.newest is not None
         state = state if state is not None else next_state(self.state, len(self.commits))
         base = self.newest
-        return self._append(state, kind="delta", base=self.ref(base.seq), files=self.delta_files(self.state, state), changed=1)
+        files = self.delta_files(self.state, state) if files is None else files
+        return self._append(state, kind="delta", base=self.ref(base.seq), files=files, changed=1)
+
+    def announcement(self, files: Sequence[FileEntry], **changes: Any) -> Announcement:
+        """Return the announcement of a delta from the current version, signed if the chain is."""
+        assert self.newest is not None
+        fields = {"id": self.run.id, "epoch": self.epoch, "number": 0, "seq": len(self.commits), "base": self.ref(self.newest.seq)}
+        announcement: Announcement = self._sign(Announcement(**{**fields, "files": tuple(files), **changes}))
+        return announcement
+
+    def announce(self, files: Sequence[FileEntry]) -> None:
+        """Announce files of the next version."""
+        self.store.put(keys.COMING, self.announcement(files).to_bytes())
 
     def grow(self, count: int) -> None:
         for _ in range(count):

@@ -9,9 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -26,11 +26,40 @@ from ..store.keys import check_data_key
 WasCollected = Callable[[], bool]
 """Called when an object is missing. Returns whether garbage collection deleted it."""
 
+Read = Callable[[memoryview, int], None]
+"""Fills a buffer with the bytes of an object, from a position on."""
+
+Ahead = Callable[[FileEntry], memoryview | None]
+"""Returns the checked bytes of an object that was fetched before its commit was read, or None."""
+
 _WINDOW = 64 << 20
 _MOST_FLYING = 64
 """The most objects that are fetched at the same time."""
 _SLICE = 0.1
 _Result = TypeVar("_Result")
+
+
+class SharedFile(Protocol):
+    """An open file that holds an object, as far as its name and size tell. The reader compares the content with the hash."""
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer. Raises `DataDamaged` if the file cannot be read."""
+
+    def drop(self) -> None:
+        """Delete the file, because its content is wrong."""
+
+
+class SharedFiles(Protocol):
+    """Files that the processes of a host share, so that one of them fetches an object for all (`subscribe.host_cache`)."""
+
+    def opened(
+        self, entry: FileEntry, fetch: Callable[[int, Progress], None], progress: Progress | None, is_over: Callable[[], bool]
+    ) -> AbstractContextManager[SharedFile | None]:
+        """Return the file of an object for the time of a context, or None if the caller should read the store itself.
+
+        If no process has fetched the object, this one calls `fetch` with a descriptor, which may hold the beginning of the object, and a
+        function that is to be called with the number of bytes that were fetched. Errors of `fetch` are raised.
+        """
 
 
 class Fetcher:
@@ -52,10 +81,14 @@ class Fetcher:
         About how many bytes `prefetch` keeps in memory.
     watch
         Counts the time of each phase.
+    ahead
+        Asked first for each object that `fetch` and `prefetch` return.
     on_event
         Called with each event.
     is_stopped
         Returns whether the result is no longer wanted. Waiting then ends.
+    shared
+        Files that the processes of this host share. None if this process fetches everything itself.
     sleep, clock
         For tests.
     """
@@ -69,8 +102,10 @@ class Fetcher:
         budget: int = 1 << 30,
         patience: float = 30.0,
         watch: Stopwatch | None = None,
+        ahead: Ahead | None = None,
         on_event: OnEvent | None = None,
         is_stopped: Callable[[], bool] = lambda: False,
+        shared: SharedFiles | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,8 +115,10 @@ class Fetcher:
         self._limits = limits or Limits()
         self._budget = budget
         self._patience = patience
+        self._ahead = ahead
         self._on_event = on_event
         self._is_stopped = is_stopped
+        self._shared = shared
         self._is_abandoned = False
         self._sleep = sleep
         self._clock = clock
@@ -93,7 +130,9 @@ class Fetcher:
         it was collected.
         """
         self._check(entry)
-        return self._twice(entry, collected, lambda: self._read(entry, progress))
+        if self._ahead is not None and (data := self._ahead(entry)) is not None:
+            return data
+        return self._twice(entry, collected, progress, lambda read: self._read(entry, read))
 
     def prefetch(
         self, entries: Sequence[FileEntry], *, collected: WasCollected | None = None, progress: Progress | None = None
@@ -162,7 +201,7 @@ class Fetcher:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if resume else os.O_EXCL), 0o666)
         try:
             try:
-                self._twice(entry, collected, lambda: self._copy(entry, descriptor, progress))
+                self._twice(entry, collected, progress, lambda read: self._copy(entry, read, descriptor))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -209,33 +248,58 @@ class Fetcher:
         if entry.size > self._limits.file_bytes:
             raise LimitExceeded(f"{entry.key} claims {entry.size:,} bytes; {self._limits.file_bytes:,} are allowed.")
 
-    def _read(self, entry: FileEntry, progress: Progress | None) -> memoryview:
+    def _take(self, entry: FileEntry, progress: Progress | None, take: Callable[[Read], _Result]) -> _Result:
+        """Call `take` with a function that reads the file which this host shares, or the store."""
+        if self._shared is not None and entry.size:
+
+            def fetch(descriptor: int, told: Progress) -> None:
+                self._copy(entry, self._from_store(entry, told), descriptor)
+
+            for _ in range(2):  # a file with wrong content is fetched once more
+                with self._shared.opened(entry, fetch, progress, self._is_over) as file:
+                    if file is None:
+                        break
+                    try:
+                        return take(file.read)
+                    except DataDamaged as error:
+                        emit(self._on_event, "retrying", key=entry.key, reason=str(error))
+                        file.drop()
+        return take(self._from_store(entry, progress))
+
+    def _from_store(self, entry: FileEntry, progress: Progress | None) -> Read:
+        def read(buffer: memoryview, offset: int) -> None:
+            if len(buffer):
+                self.store.read_into(entry.key, buffer, offset=offset, progress=progress)
+
+        return read
+
+    def _read(self, entry: FileEntry, read: Read) -> memoryview:
         try:
             buffer = np.empty(entry.size, np.uint8).data
         except (MemoryError, ValueError):  # ValueError for sizes that no machine has
             raise LimitExceeded(f"{entry.key} claims {entry.size:,} bytes, for which there is no memory.") from None
         with self.watch.phase("fetch"):
-            self._fill(entry, buffer, 0, progress)
+            read(buffer, 0)
         with self.watch.phase("verify"):
             found = content_hash(buffer)
         self._compare(entry, found)
         return buffer
 
-    def _copy(self, entry: FileEntry, descriptor: int, progress: Progress | None) -> None:
+    def _copy(self, entry: FileEntry, read: Read, descriptor: int) -> None:
         """Copy an object to a file, which may already hold its beginning. Empties the file before it raises `DataDamaged`."""
         begin = os.fstat(descriptor).st_size
         if begin > entry.size:
             begin = 0
-        found = self._copy_from(begin, entry, descriptor, progress)
+        found = self._copy_from(begin, entry, read, descriptor)
         if begin and found != entry.blake3:  # the file held something else
-            found = self._copy_from(0, entry, descriptor, progress)
+            found = self._copy_from(0, entry, read, descriptor)
         if found != entry.blake3:
             os.ftruncate(descriptor, 0)
         self._compare(entry, found)
 
-    def _copy_from(self, begin: int, entry: FileEntry, descriptor: int, progress: Progress | None) -> str:
-        """Copy the rest of an object with two buffers: one is filled from the store while the other is hashed and written. Returns the hash
-        of the whole file.
+    def _copy_from(self, begin: int, entry: FileEntry, read: Read, descriptor: int) -> str:
+        """Copy the rest of an object with two buffers: `read` fills one while the other is hashed and written. Returns the hash of the
+        whole file.
         """
         os.ftruncate(descriptor, begin)
         os.lseek(descriptor, 0, os.SEEK_SET)
@@ -252,7 +316,7 @@ class Fetcher:
         def fill(number: int) -> memoryview:
             window = windows[number % 2][: min(_WINDOW, entry.size - starts[number])]
             with self.watch.phase("fetch"):
-                self._fill(entry, window, starts[number], progress)
+                read(window, starts[number])
             return window
 
         with ThreadPoolExecutor(1, thread_name_prefix="deltawire-fetch") as ahead:
@@ -268,21 +332,22 @@ class Fetcher:
                     _write_all(descriptor, window)
         return hasher.hexdigest()
 
-    def _fill(self, entry: FileEntry, buffer: memoryview, offset: int, progress: Progress | None) -> None:
-        if len(buffer):
-            self.store.read_into(entry.key, buffer, offset=offset, progress=progress)
-
     def _compare(self, entry: FileEntry, found: str) -> None:
         if found != entry.blake3:
             raise DataDamaged(f"{entry.key} in {self.store.url} is damaged: its content has the hash {found}, not that of its record.")
 
-    def _twice(self, entry: FileEntry, collected: WasCollected | None, read: Callable[[], _Result]) -> _Result:
+    def _twice(
+        self, entry: FileEntry, collected: WasCollected | None, progress: Progress | None, take: Callable[[Read], _Result]
+    ) -> _Result:
+        def attempt() -> _Result:
+            return self._take(entry, progress, take)
+
         try:
-            return self.patiently(entry, collected, read)
+            return self.patiently(entry, collected, attempt)
         except DataDamaged as error:
             emit(self._on_event, "retrying", key=entry.key, reason=str(error))
             self.store.doubt(entry.key)
-            return self.patiently(entry, collected, read)
+            return self.patiently(entry, collected, attempt)
 
     def _wait(self, seconds: float) -> None:
         """Sleep, but wake up regularly to check whether the result is still wanted."""

@@ -80,12 +80,14 @@ class ChainLog(RecordReader):
         """
         known = self.known
         self.check_known()
-        if known is not None and self.read(known.seq + 1) is None:
+        head = None if known is None else self.read(known.seq + 1)
+        if known is not None and head is None:
             return self.read(known.seq)
-        start = self._starting_point(known)
-        if start is None:
-            return None
-        head = self._gallop(start)
+        if head is None or self.read(head.seq + 1) is not None:  # otherwise this reader keeps up, and need not ask for the hint
+            start = self._starting_point(known)
+            if start is None:
+                return None
+            head = self._gallop(start)
         self.accept(head)
         return head
 

@@ -161,20 +161,23 @@ class MemoryState(Mapping[str, NDArray[Any]]):
         fetcher: Fetcher,
         *,
         update: Update | None = None,
+        resolved: Mapping[FileEntry, tuple[Digest, Digest]] | None = None,
         collected: WasCollected | None = None,
         progress: Progress | None = None,
     ) -> Update:
         """Fetch the files of a delta and decode them against this state. The next file is fetched while one is decoded. Changes nothing.
 
         Each part is compared with the digests in its file, and their sum with the digests in the commits. Fills and returns `update`, or
-        a new `PreparedUpdate`. Raises as `Update.add` and `Fetcher.fetch` do.
+        a new `PreparedUpdate`. `resolved` are files of the delta that `update` already holds, decoded against this state, and the
+        digests that `Update.add` returned for each. Raises as `Update.add` and `Fetcher.fetch` do.
         """
         base = self.digest
         if base is None or base != hop.base_digest:
             raise BaseMismatch(f"{hop.target.describe()} is relative to commit {hop.base}, which is not the current state.")
         update = PreparedUpdate(threads=self._threads) if update is None else update
-        difference = Digest()
-        for entry, data in fetcher.prefetch(hop.files, collected=collected, progress=progress):
+        done = resolved or {}
+        difference = sum((after - before for before, after in done.values()), Digest())
+        for entry, data in fetcher.prefetch([entry for entry in hop.files if entry not in done], collected=collected, progress=progress):
             with fetcher.watch.phase("resolve"):
                 before, after = update.add(self.segment(entry), data)
             difference += after - before

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
+from ..events import OnEvent
 from ..format.records.record_parts import Limits
 from ..format.records.signing import public_keys
 from ..store.base import Store, StoreOptions
+from ..store.sources import Location, SourceOptions, open_sources
 from .log import ChainLog
+from .published_relays import published_relays
 
 PATIENCE = 30.0
 """Default for `ReaderOptions.patience`: replicated stores may deliver a commit this long before its data."""
@@ -41,8 +45,21 @@ class ReaderOptions:
         The largest sizes that records may claim. None uses the defaults of `Limits`. The limits of the run apply too.
     patience
         Seconds to wait for data that arrive after their commit, as happens in replicated stores.
+    ahead_bytes
+        The most bytes that a reader which follows the chain fetches for the next version before its commit exists, if the publisher has
+        announced them. They are kept in memory. None allows a quarter of the state's size, up to 1 GiB. 0 lets the reader wait for commits.
     store
         How to reach the store. Ignored where an open store is given instead of a URL.
+    host_cache
+        Where the readers of this host share data files, so that one of them fetches each file for all: a directory that belongs to this
+        user, or "auto" for the usual directories, in memory and in the directory for temporary files. None shares nothing.
+    relay_patience
+        Only for a reader with several stores: seconds to wait for data that a relay's copy does not have yet. If the copy gets nothing new
+        in this time, the reader reads them from the origin. It is never more than half of `patience`.
+    origin_poll
+        Only for a reader with several stores: seconds between two requests to the origin for a commit that no copy has yet.
+    find_relays
+        Whether to read also from copies that relays have published in the run (`deltawire relay --publish-as`).
     """
 
     run: str | None = None
@@ -52,10 +69,32 @@ class ReaderOptions:
     pin: bool = True
     limits: Limits | None = None
     patience: float = PATIENCE
+    ahead_bytes: int | None = None
     store: StoreOptions | None = None
+    host_cache: Path | str | None = None
+    relay_patience: float = 15.0
+    origin_poll: float = 5.0
+    find_relays: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trusted_keys", public_keys(self.trusted_keys))
+        if self.ahead_bytes is not None and self.ahead_bytes < 0:
+            raise ValueError("ahead_bytes must be at least 0; None follows the size of the state")
+
+    def open_store(self, location: Location, *, on_event: OnEvent | None = None) -> Store:
+        """Open the store at a location, or one that reads from several. Sends no request yet.
+
+        Parameters
+        ----------
+        location
+            A URL, a path or an open store, which is returned unchanged. Or a list of them: the origin, and copies that relays keep.
+        on_event
+            Called with events of the store.
+        """
+        patience = min(self.relay_patience, self.patience / 2)
+        sources = SourceOptions(origin_poll=self.origin_poll, patience=patience, signed=bool(self.trusted_keys))
+        find = published_relays if self.find_relays else None
+        return open_sources(location, options=self.store, sources=sources, find=find, on_event=on_event)
 
     def open_log(self, store: Store) -> ChainLog:
         """Open the chain in a store with these options. Reads nothing yet.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..chain.version import Version
 from ..errors import EngineQuarantined, SwapFailed
+from ..format.records.record_parts import FileEntry
 from ..format.records.version_records import Commit
 from ..subscribe.mirror.mirror import HeldSlot
 from ..subscribe.mirror.mirror_replica import MirrorReplica
@@ -133,6 +134,12 @@ class ReloadingReplica:
             raise
         self._release_loaded()
         self._loaded, self._is_vouched = new, True
+
+    def wants_ahead(self) -> bool:
+        return self.mirror.wants_ahead()
+
+    def take_ahead(self, files: Iterable[tuple[FileEntry, memoryview]]) -> None:
+        self.mirror.take_ahead(files)
 
     def close(self) -> None:
         self._release_loaded()

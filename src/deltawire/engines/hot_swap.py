@@ -6,14 +6,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 
 from ..chain.reader_options import ReaderOptions
 from ..chain.version import Version
 from ..errors import EngineUnavailable
 from ..events import OnEvent, emit
-from ..store import Store
+from ..store.sources import Location
 from ..subscribe import Subscriber
 from ..subscribe.follow import follow_chain
 from .base import Engine, KvCache
@@ -37,7 +36,7 @@ class HotSwap:
     Parameters
     ----------
     url
-        The location of the chain, or an open store.
+        The location of the chain, or an open store. Or a list of them: the origin, and copies that relays keep.
     engine
         The engine to keep up to date.
     kv_cache
@@ -53,7 +52,7 @@ class HotSwap:
 
     def __init__(
         self,
-        url: str | Path | Store,
+        url: Location,
         engine: Engine,
         *,
         kv_cache: KvCache = KvCache.KEEP,
@@ -214,6 +213,10 @@ class HotSwap:
             raise
         self.last_error = None
         return is_due
+
+    def _use_ahead(self, until: float) -> bool:
+        """Prepare for the next version with files that have arrived ahead of its commit, for `follow`."""
+        return self._subscriber._use_ahead(until)
 
     def _run(self, poll: float) -> None:
         try:

@@ -11,6 +11,7 @@ from ..fleet.rules.training_limits import TrainingLimits
 from ..subscribe.model_files import ModelFiles
 from .pretrained import load_config
 from .prompts import Prompts
+from .routed_experts import routers_of_files
 
 
 def load_prompts(files: ModelFiles) -> Prompts:
@@ -24,14 +25,16 @@ def load_prompts(files: ModelFiles) -> Prompts:
 
 
 def limits_of_files(files: ModelFiles) -> TrainingLimits:
-    """Return the sizes of vocabulary and context from config.json, and the tokenizer's encoding. Raises `UnusableModelFiles`."""
+    """Return the sizes of vocabulary, context and routers, and the tokenizer's encoding. Raises `UnusableModelFiles`."""
     prompts = load_prompts(files)
     with tempfile.TemporaryDirectory(prefix="deltawire-config-") as folder:
         try:
             config = load_config(files.write(Path(folder)))
         except EngineError as error:
             raise UnusableModelFiles(error.message) from error
-    return TrainingLimits(vocabulary=_size(config, "vocab_size"), positions=positions_of(config), encode=prompts.encode)
+    routers = routers_of_files(files)
+    layout = None if routers is None else routers.layout
+    return TrainingLimits(_size(config, "vocab_size"), positions_of(config), prompts.encode, layout)
 
 
 def positions_of(config: Any) -> int | None:

@@ -32,6 +32,7 @@ from .quantising import SegmentsOf, quantise, quantise_segments
 from .resume import Resumed, read_state, version_commit
 from .shortcuts.cadence import ChainCost, Speed
 from .snapshots import Arrays, SnapshotMemory, copy_tensors, new_arrays
+from .upload.announcer import Announcer
 from .upload.checkpoint_files import lay_out
 from .upload.data_objects import DataLocation, upload_checkpoint, upload_update
 from .upload.segments import Segment, TensorTable, cut_segments, part_of_state
@@ -104,6 +105,7 @@ class Appender:
         self._starts_full = starts_full
         self._on_event = on_event
         self._unsettled: Unsettled | None = None
+        self._announcer = Announcer(writer.store, pool, writer.run.id, writer.epoch, options.signing_key)
         self.baseline: Baseline | None = None
         self.version = None if writer.in_force is None else Version.of(writer.in_force)
         self.cost = ChainCost()
@@ -136,6 +138,7 @@ class Appender:
                 self._unsettled.encode_back()  # the caller's state may have changed when the outcome is known
             raise
         finally:
+            self._announcer.end()
             if self._unsettled is not None:
                 self._unsettled.state = self._unsettled.make_reverse = None
         assert self.version is not None
@@ -164,7 +167,7 @@ class Appender:
         if self.version is None or self.version.seq != unsettled.attempt.commit.seq:
             self._move(unsettled)
         self._unsettled = None
-        self._writer.announce()
+        self._writer.put_head()
 
     @property
     def in_doubt(self) -> str | None:
@@ -203,6 +206,9 @@ class Appender:
                 return None
             baseline.move_to_device(publication.located, self._memory.device)
             wants_reverse = layout is not None and baseline.needs_reverse(remember=self._options.skips)
+            announces = self._options.announce and len(baseline.segments) > 1
+            if announces:
+                self._announcer.begin(self._writer.tip, self._writer.next_seq)
             update = upload_update(
                 self._location(),
                 baseline,
@@ -212,6 +218,7 @@ class Appender:
                 segments_of=None if layout is None else self._quantised(publication, layout, baseline.segments, keeps_codes=wants_reverse),
                 batches=cut_for_gpu(publication, baseline.arrays, baseline.segments),
                 wants_reverse=wants_reverse,
+                uploaded=self._announcer.add if announces else None,
             )
             if update is None:
                 return None
@@ -385,7 +392,7 @@ class Appender:
         self.cost.add_update(0)
         self.version = Version.of(attempt.commit)
         self._report(attempt.commit, {})
-        self._writer.announce()
+        self._writer.put_head()
 
     def _take(self, arrays: Arrays, at: CommitRef, digest: Digest) -> None:
         """Make the baseline, or replace its state."""

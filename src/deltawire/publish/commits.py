@@ -244,7 +244,7 @@ class ChainWriter:
         if self._fenced is not None:
             raise Fenced(self._fenced)
 
-    def announce(self) -> None:
+    def put_head(self) -> None:
         """Tell readers where the head is. It is only a hint, so it may fail."""
         assert self._head is not None
         try:

@@ -38,6 +38,9 @@ class WriterOptions:
     auto_collect
         After every anchor, data that no reader needs any more are deleted, at least this many seconds after they were marked for deletion.
         None: nothing is deleted; run `deltawire gc` instead.
+    announce
+        Whether the files of a delta are announced while others are still encoded, so that readers fetch and decode them before the commit.
+        Deltas that are encoded and uploaded in a quarter of a second, or have one segment, are not announced.
     limits
         Limits of a new run: the most bytes, tensors and bytes per file that its readers have to accept. An existing run keeps its own.
     threads
@@ -60,6 +63,7 @@ class WriterOptions:
     anchor_policy: AnchorPolicy = field(default_factory=AnchorPolicy)
     skips: bool = True
     auto_collect: float | None = None
+    announce: bool = True
     limits: Limits = field(default_factory=Limits)
     threads: int | None = None
     segment_bytes: int = SEGMENT_BYTES

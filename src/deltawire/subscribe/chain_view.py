@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..chain.log import ChainLog
-from ..errors import ChainStale, DataMissing, NoChain, VersionGone, VersionUnknown
+from ..errors import ChainError, ChainStale, DataMissing, DeltaError, NoChain, VersionGone, VersionUnknown
 from ..events import Stopwatch
 from ..format.records.version_records import Commit
 from .seen import SeenFile
@@ -79,9 +79,21 @@ class ChainView:
 
         While the attempt runs, the chain may grow and a collection may delete the data (`VersionGone`). Then the attempt is repeated with
         the version that is newest by then. Raises `DataMissing`, which is retryable, if no route leads to the newest version. `watch`
-        counts the time for finding the version as "find".
+        counts the time for finding the version as "find". If a copy of the chain may be the reason of an error, the origin is asked.
         """
-        watch = watch or Stopwatch()
+        return self._or_from_origin(lambda: self._reach(seq, attempt, watch or Stopwatch()))
+
+    def _or_from_origin(self, action: Callable[[], _Result]) -> _Result:
+        """Return the result of an action. If it fails because of what the chain says, repeat it once without copies of the chain."""
+        try:
+            return action()
+        except (ChainError, DeltaError) as error:
+            if isinstance(error, (ChainStale, NoChain)) or not self.log.store.distrust(str(error)):
+                raise
+            self.log.forget()
+            return action()
+
+    def _reach(self, seq: int | None, attempt: Callable[[Commit], _Result], watch: Stopwatch) -> _Result:
         passed: Commit | None = None
         for _ in range(_ATTEMPTS):
             with watch.phase("find"):
@@ -107,10 +119,17 @@ class ChainView:
 
         From time to time it takes one more, to check whether the store was set back to an earlier state (`RollbackDetected`).
         """
+        return self._or_from_origin(self._has_news)
+
+    def _has_news(self) -> bool:
         if self.log.known is None or self.log.read(self.log.known.seq + 1) is not None:
             return True
         self.log.check_known()
         return False
+
+    def newest(self) -> tuple[Commit, Commit] | None:
+        """Return the head that was last read and the version that it leaves in force. None before the first look."""
+        return None if self._head is None else (self._head, self.log.state_commit(self._head))
 
     def check_silence(self) -> None:
         """Raise `ChainStale` if the head that was last read is older than allowed."""

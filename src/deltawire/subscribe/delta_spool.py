@@ -8,6 +8,7 @@ It holds the next updates, not the model:
     DIR/shards/               shards of a full checkpoint, only while workers load it
     DIR/kept/SERVER/          tensors that the workers of a server share (engines/vllm/live/kept_bases.py), while the server runs
     DIR/lock                  `flock` file of the one process that writes
+    DIR/ahead                 `flock` file of the one process that fetches files before their commit exists
     DIR/alive                 `flock` file of all processes that use the spool
 
 One process fetches a hop, usually the sidecar, and every worker of the host maps the same files. The manifest of a hop is written last and
@@ -25,9 +26,8 @@ import errno
 import os
 import re
 import shutil
-import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from blake3 import blake3
@@ -37,11 +37,9 @@ from ..errors import ChainBroken, SpoolError, UnsupportedVersion
 from ..format.records.record_parts import CommitRef, FileEntry, record_hash
 from .delta_cache import PART, DeltaCache
 from .mirror.locks import FileLock, LifeWatch
+from .private_folder import check_private, hold_folder, make_private, remove_abandoned, retryable_error, spool_errors
 from .spooled_hop import SpooledHop, manifest_bytes, read_manifest
 from .sync_context import SyncContext
-
-ALIVE = "alive"
-"""The `flock` file of a folder that running processes use. A folder with such a file that no process holds was left by killed ones."""
 
 _MANIFEST = re.compile(r"hop-(0|[1-9][0-9]{0,18})-(0|[1-9][0-9]{0,18})\.json")
 _PAUSE = 0.02
@@ -52,8 +50,6 @@ _ROOM, _LEAST_ROOM = 4, 1 << 30
 
 In a container, /dev/shm often has only 64 MB.
 """
-_HEALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO})
-"""Conditions that may end without help, for example when another program frees space."""
 
 
 class DeltaSpool:
@@ -84,7 +80,7 @@ class DeltaSpool:
         Raises `SpoolError` if the directory cannot be used.
         """
         with spool_errors(self.folder):
-            _make_private(self.folder)
+            make_private(self.folder)
             return hold_folder(self.folder)
 
     def put(self, hop: Hop, context: SyncContext) -> SpooledHop:
@@ -123,8 +119,29 @@ class DeltaSpool:
                     raise
                 self._tidy(0, also=spooled.files)  # older hops can be fetched again, and this one is needed now
                 fetched = write()
-            context.report.fetched(fetched)
+            context.report.fetched(fetched, of=spooled.files)
         return spooled
+
+    def try_leader(self) -> FileLock | None:
+        """Take the lock of the process that fetches files before their commit exists, if no other process holds it."""
+        return FileLock.try_exclusive(self.folder / "ahead")
+
+    def put_ahead(self, files: Mapping[FileEntry, memoryview]) -> None:
+        """Keep files of a hop that is not known yet, so that `put` finds them. Does nothing while another process writes.
+
+        Raises `SpoolError` if the directory cannot be used.
+
+        Parameters
+        ----------
+        files
+            The files and their bytes, which were compared with their hashes.
+        """
+        with spool_errors(self.folder):
+            lock = FileLock.try_exclusive(self._lock_path) if files and self.folder.is_dir() else None
+            if lock is not None:
+                with lock:
+                    (self.folder / "files").mkdir(exist_ok=True)
+                    self._files.ensure(files, lambda missing: [(entry, files[entry]) for entry in missing])
 
     def hop(self, base: CommitRef, seq: int) -> SpooledHop | None:
         """Return the hop from a commit to commit `seq`. None if it is not, or not completely, in the spool.
@@ -140,7 +157,7 @@ class DeltaSpool:
             The number of the commit that it leads to.
         """
         with spool_errors(self.folder), contextlib.suppress(FileNotFoundError):
-            _check_private(self.folder)
+            check_private(self.folder)
             found = read_manifest(self._manifest_path(base.seq, seq))
             if found is None or found.target.seq != seq or record_hash(found.base.to_bytes()) != base.commit:
                 return None
@@ -201,7 +218,7 @@ class DeltaSpool:
         """Keep the shards that `shard` fetches for as long as any process is in this context. The last one deletes them."""
         shards = self.folder / "shards"
         with spool_errors(self.folder):
-            _make_private(self.folder)
+            make_private(self.folder)
             shards.mkdir(exist_ok=True)
             reading = self.folder / "loading"
             reading.touch()
@@ -241,7 +258,7 @@ class DeltaSpool:
     @contextlib.contextmanager
     def _writing(self, context: SyncContext) -> Iterator[None]:
         """Wait until no other process writes, and hold the lock."""
-        _make_private(self.folder)
+        make_private(self.folder)
         (self.folder / "files").mkdir(exist_ok=True)
         watch = LifeWatch(self._lock_path)
         while (lock := FileLock.try_exclusive(self._lock_path)) is None:
@@ -307,46 +324,6 @@ class DeltaSpool:
         return self.folder / f"hop-{base}-{target}.json"
 
 
-def hold_folder(folder: Path, sleep: Callable[[float], None] = time.sleep) -> FileLock:
-    """Make a folder, and take its lock `ALIVE`, so that `remove_abandoned` leaves it alone until the lock is released.
-
-    Parameters
-    ----------
-    folder
-        The folder. Several processes may hold it.
-    sleep
-        For tests.
-    """
-    while True:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            (folder / ALIVE).touch()
-        lock = FileLock.try_shared(folder / ALIVE)
-        if lock is not None and (folder / ALIVE).exists():
-            return lock
-        if lock is not None:  # another process has taken the folder for an abandoned one
-            lock.release()
-        sleep(_PAUSE)
-
-
-def remove_abandoned(parent: Path) -> None:
-    """Delete the folders that no process uses any more. Each process holds the lock `ALIVE` in its folder (`hold_folder`).
-
-    Parameters
-    ----------
-    parent
-        The directory with these folders.
-    """
-    for folder in list(parent.iterdir()) if parent.is_dir() else ():
-        if not (folder / ALIVE).exists():
-            continue
-        with spool_errors(folder), contextlib.suppress(FileNotFoundError):  # another process may delete it at the same time
-            lock = FileLock.try_exclusive(folder / ALIVE)
-            if lock is not None:
-                with lock:
-                    shutil.rmtree(folder, ignore_errors=True)
-
-
 def default_spool(url: str, delta_bytes: int = 0) -> Path:
     """Return the usual directory for the spool of a chain: in memory (/dev/shm) if there is room for four deltas and at least 1 GiB,
     otherwise in this user's cache. Deletes what killed sidecars and servers of this user have left in both places.
@@ -363,7 +340,7 @@ def default_spool(url: str, delta_bytes: int = 0) -> Path:
     root = Path("/dev/shm") / f"deltawire-{os.getuid()}"
     parents = [cache]
     with contextlib.suppress(OSError, SpoolError):
-        _make_private(root)
+        make_private(root)
         parents.append(root)  # otherwise another user has made it, and could put links and other files there
     for parent in parents:
         with contextlib.suppress(OSError, SpoolError):
@@ -375,42 +352,6 @@ def default_spool(url: str, delta_bytes: int = 0) -> Path:
         if root in parents and shutil.disk_usage(root).free >= max(_ROOM * delta_bytes, _LEAST_ROOM):
             return root / name
     return cache / name
-
-
-@contextlib.contextmanager
-def spool_errors(path: Path) -> Iterator[None]:
-    """Raise `SpoolError` for any `OSError`. It is retryable if a later attempt may succeed."""
-    try:
-        yield
-    except OSError as error:
-        message = f"{error.filename or path}: {error.strerror or error}."
-        raise (retryable_error(message) if error.errno in _HEALS else SpoolError(message)) from error
-
-
-def retryable_error(message: str) -> SpoolError:
-    """Return a `SpoolError` that is retryable."""
-    error = SpoolError(message)
-    error.retryable = True
-    return error
-
-
-def _make_private(folder: Path) -> None:
-    """Make a directory that only this user can enter. Raises `SpoolError` if others can write to the one that exists, because they could
-    replace its files.
-    """
-    with contextlib.suppress(FileExistsError):  # a file, which the check refuses
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_private(folder)
-
-
-def _check_private(folder: Path) -> None:
-    """Raise `SpoolError` unless only this user can write to a directory."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise SpoolError(
-            f"{folder} is not a directory that only this user can write to.",
-            hint="Name a directory that does not exist yet. It is then made so.",
-        )
 
 
 def _replace(path: Path, data: bytes) -> None:

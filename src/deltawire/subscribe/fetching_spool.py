@@ -16,9 +16,11 @@ from ..errors import VersionUnknown
 from ..events import OnEvent
 from ..format.records.record_parts import CommitRef
 from ..format.records.version_records import Commit
-from ..store import Store, open_store
+from ..store import Store
+from ..store.sources import Location
 from .chain_view import ChainView
 from .delta_spool import DeltaSpool
+from .host_cache import open_host_cache
 from .spooled_hop import SpooledHop
 from .sync_context import SyncContext
 
@@ -37,7 +39,7 @@ class FetchingSpool(DeltaSpool):
     folder
         The directory.
     url
-        The location of the chain, or an open store.
+        The location of the chain, or an open store. Or a list of them: the origin, and copies that relays keep.
     options
         Which chain to accept, and how to read it.
     most_bytes
@@ -49,7 +51,7 @@ class FetchingSpool(DeltaSpool):
     def __init__(
         self,
         folder: Path,
-        url: str | Path | Store,
+        url: Location,
         *,
         options: ReaderOptions | None = None,
         most_bytes: int | None = None,
@@ -110,16 +112,17 @@ class FetchingSpool(DeltaSpool):
     def _chain(self) -> ChainView:
         with self._opening:
             if self._opened is None:
-                store = open_store(self._url, options=self._options.store, on_event=self._on_event)
+                store = self._options.open_store(self._url, on_event=self._on_event)
                 self._opened = ChainView(self._options.open_log(store))
             return self._opened
 
     def _context(self) -> SyncContext:
         """Return a new sync."""
         log, patience = self._chain.log, self._options.patience
-        fetcher = Fetcher(log.store, limits=log.limits, patience=patience, on_event=self._on_event)
+        shared = open_host_cache(self._options, self._on_event)
+        fetcher = Fetcher(log.store, limits=log.limits, patience=patience, on_event=self._on_event, shared=shared)
         routes = Routes(log, fetcher=fetcher, on_event=self._on_event)
-        return SyncContext(log, routes, patience=patience, on_event=self._on_event)
+        return SyncContext(log, routes, patience=patience, on_event=self._on_event, shared=shared)
 
     def close(self) -> None:
         """Release the store. The files stay."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -13,6 +14,8 @@ from ..errors import ChainStale, DeltawireError
 _LONGEST_PAUSE = 60.0
 _SLICE = 0.2
 """Seconds between checks whether the subscriber was closed, while waiting."""
+_SHORT_SLICE = 0.02
+"""The same while files arrive ahead of their commit."""
 
 
 class Followed(Protocol):
@@ -24,6 +27,8 @@ class Followed(Protocol):
     def sync(self) -> Version: ...
 
     def _look(self) -> bool: ...
+
+    def _use_ahead(self, until: float) -> bool: ...
 
 
 def follow_chain(
@@ -60,7 +65,7 @@ def _versions(subscriber: Followed, poll: float, is_over: Callable[[], bool], st
         if version is not None and version != served:
             served = version
             yield version
-        _wait(pause(poll, failures), stop, is_over)
+        _wait(pause(poll, failures), stop, is_over, subscriber._use_ahead)
 
 
 def pause(poll: float, failures: int, jitter: Callable[[], float] = random.random) -> float:
@@ -71,7 +76,9 @@ def pause(poll: float, failures: int, jitter: Callable[[], float] = random.rando
     return min(poll * 2.0 ** min(failures, 30), longest) * (0.75 + 0.5 * jitter())
 
 
-def _wait(seconds: float, stop: threading.Event, is_over: Callable[[], bool]) -> None:
-    while seconds > 0 and not is_over():
-        stop.wait(min(seconds, _SLICE))
-        seconds -= _SLICE
+def _wait(seconds: float, stop: threading.Event, is_over: Callable[[], bool], meanwhile: Callable[[float], bool]) -> None:
+    """Wait, and prepare meanwhile for the next version with files that arrive ahead of its commit."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not is_over():
+        slice_ = _SHORT_SLICE if meanwhile(until) else _SLICE
+        stop.wait(max(0.0, min(until - time.monotonic(), slice_)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -14,9 +14,11 @@ from ..chain.version import Version
 from ..chain.walk_route import HopFailed, taking, walk_route
 from ..errors import EngineQuarantined
 from ..events import emit
+from ..format.records.record_parts import FileEntry
 from ..format.records.version_records import Commit
 from .prepared_swap import PreparedSwap, Swap, apply_directly
 from .replica_weights import ArrayWeights, ReplicaWeights, StepForward, StepsBack
+from .resolved_ahead import Ahead, ResolvedAhead
 from .sync_context import RouteFetcher, SyncContext
 from .undo import UndoLog
 
@@ -51,6 +53,7 @@ class MemoryReplica:
         self._swap = swap
         self._threads = threads
         self._undo = UndoLog(undo_bytes)
+        self._resolved = ResolvedAhead(self._weights)
 
     @property
     def commit(self) -> Commit | None:
@@ -67,6 +70,7 @@ class MemoryReplica:
     def move(self, target: Commit, context: SyncContext) -> None:
         if not self._weights.inspect(target, context):
             self._undo.clear()
+            self._resolved.drop()
         is_damaged = False
         back: Sequence[UpdateStep] | None = None
 
@@ -94,17 +98,26 @@ class MemoryReplica:
 
         walk_route(context.routes, find, take, drop_base=drop_base)
 
+    def wants_ahead(self) -> bool:
+        return True
+
+    def take_ahead(self, files: Iterable[tuple[FileEntry, memoryview]]) -> None:
+        self._resolved.add(files)
+
     def close(self) -> None:
         """Drop the kept steps. The weights stay for as long as other code refers to them."""
         self._undo.clear()
+        self._resolved.drop()
 
     def _walk(self, hops: Sequence[Hop], context: SyncContext) -> None:
         from_nothing = bool(hops) and hops[0].base is None
         state = MemoryState(threads=self._threads) if from_nothing else self._weights.state
-        fetcher = context.route_fetcher(hops)
+        first = next((hop for hop in hops if hop.files), None)
+        ahead = None if first is None or from_nothing else self._resolved.take(first.files)
+        fetcher = context.route_fetcher(hops, resolved=() if ahead is None else ahead[1])
         try:
             for hop in hops:
-                update = self._prepare(state, hop, fetcher, context)
+                update = self._prepare(state, hop, fetcher, context, ahead if hop is first else None)
                 with context.report.watch.phase("apply"):
                     if update is not None and from_nothing:
                         state.apply(update, hop.target)
@@ -120,6 +133,7 @@ class MemoryReplica:
             self._make(self._weights.replacement(state, hops[-1].target), hops[-1].target)
 
     def _make(self, change: PreparedSwap, target: Commit) -> None:
+        self._resolved.drop()
         try:
             self._swap(change, Version.of(target))
         except EngineQuarantined:
@@ -129,8 +143,11 @@ class MemoryReplica:
         finally:
             self._undo.drop_undone()
 
-    def _prepare(self, state: MemoryState, hop: Hop, fetcher: RouteFetcher, context: SyncContext) -> Update | None:
-        """Take one hop, except for the change of the weights. Returns the update that makes this change, or None if nothing changes."""
+    def _prepare(self, state: MemoryState, hop: Hop, fetcher: RouteFetcher, context: SyncContext, ahead: Ahead | None) -> Update | None:
+        """Take one hop, except for the change of the weights. Returns the update that makes this change, or None if nothing changes.
+
+        `ahead` is the part of it that was decoded before the commit was read.
+        """
         with taking(hop):
             if hop.base is None:
                 state.load_anchor(hop, fetcher, collected=was_collected(context.log, hop), progress=context.progress)
@@ -139,6 +156,10 @@ class MemoryReplica:
             if not hop.files:
                 state.relabel(hop.target)
                 return None
-            update = state.resolve(hop, fetcher, update=self._weights.new_update() if state is self._weights.state else None)
+            update, resolved = ahead if ahead is not None else (None, {})
+            if update is None and state is self._weights.state:
+                update = self._weights.new_update()
+            update = state.resolve(hop, fetcher, update=update, resolved=resolved)
+            context.report.came_ahead(resolved)
             context.report.fetched(hop.files)
             return update

@@ -27,6 +27,7 @@ from ..format.records.record_parts import RecipeRecord
 from ..format.records.version_records import Commit
 from ..store.base import Store
 from .chain_view import ChainView
+from .host_cache import open_host_cache
 from .tensor_table import read_headers
 
 _Loaded = TypeVar("_Loaded")
@@ -123,14 +124,16 @@ def read_model_files(store: Store, *, seq: int | None = None, options: ReaderOpt
     """
     options = options or ReaderOptions()
     chain = ChainView(options.open_log(store), max_silence=options.max_silence)
-    files = chain.reach(seq, lambda target: _read(chain.log, target, options.patience))
+    shared = open_host_cache(options)
+    files = chain.reach(
+        seq, lambda target: _read(chain.log, target, Fetcher(store, limits=chain.log.limits, patience=options.patience, shared=shared))
+    )
     chain.check_silence()
     return files
 
 
-def _read(log: ChainLog, target: Commit, patience: float) -> ModelFiles:
+def _read(log: ChainLog, target: Commit, fetcher: Fetcher) -> ModelFiles:
     """Read the attachments, and the types of the tensors from the first hop of the cheapest route that is left."""
-    fetcher = Fetcher(log.store, limits=log.limits, patience=patience)
     files = None if target.attachments is None else _attachments(log, target, attachments_hop(target), fetcher)
     routes = Routes(log, fetcher=fetcher)
 

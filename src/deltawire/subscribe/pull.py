@@ -19,11 +19,13 @@ from ..format.checkpoints.shard_layout import restore_layout
 from ..format.checkpoints.staged_output import StagedOutput
 from ..format.records.record_parts import holds_weights
 from ..format.records.version_records import Commit
-from ..store import Progress, Store, StoreOptions, open_store
+from ..store import Progress, Store
 from ..store.occupancy import misplaced
+from ..store.sources import Location
 from ..tensors.state import state_digest
 from .chain_view import ChainView
 from .delta_cache import DeltaCache
+from .host_cache import open_host_cache
 from .mirror.checkpoint_in_place import CheckpointInPlace
 from .mirror.hops_on_disk import HopsOnDisk
 from .pin_keeper import PinKeeper
@@ -34,7 +36,7 @@ _DELTAS = ".deltas"
 
 
 def pull(
-    url: str | Path | Store,
+    url: Location,
     out_dir: Path | str,
     *,
     seq: int | None = None,
@@ -54,7 +56,7 @@ def pull(
     Parameters
     ----------
     url
-        The location of the chain: a URL, a path, or an open store.
+        The location of the chain: a URL, a path, or an open store. Or a list of them: the origin, and copies that relays keep.
     out_dir
         The directory to write. It must not exist, unless `replace` is set.
     seq
@@ -76,9 +78,11 @@ def pull(
     out = Path(out_dir)
     if why := misplaced(out):
         raise CheckpointError(f"{out} {why}. Name another directory for the checkpoint: `deltawire pull URL DIR`.")
-    with _opened(url, options.store, on_event) as store:
+    with _opened(url, options, on_event) as store:
         chain = ChainView(options.open_log(store), max_silence=options.max_silence)
         pins = PinKeeper(store, options.reader, enabled=options.pin, on_event=on_event)
+
+        shared = open_host_cache(options, on_event)
 
         def arrived(count: int) -> None:
             pins.renew()
@@ -88,9 +92,9 @@ def pull(
         staged = StagedOutput(out, directory=True, replace=replace)
 
         def build(target: Commit) -> Commit:
-            fetcher = Fetcher(store, limits=chain.log.limits, patience=options.patience, on_event=on_event)
+            fetcher = Fetcher(store, limits=chain.log.limits, patience=options.patience, on_event=on_event, shared=shared)
             routes = Routes(chain.log, fetcher=fetcher, on_event=on_event)
-            context = SyncContext(chain.log, routes, patience=options.patience, progress=arrived, on_event=on_event)
+            context = SyncContext(chain.log, routes, patience=options.patience, progress=arrived, on_event=on_event, shared=shared)
 
             def take(hops: Sequence[Hop]) -> Commit:
                 pins.hold_route(chain.log.run, hops)
@@ -157,8 +161,8 @@ def _unwanted_files(target: Commit, first_hop: Hop) -> set[str]:
 class _opened:
     """Opens a store for the time of a context. A store that the caller has opened stays open."""
 
-    def __init__(self, url: str | Path | Store, options: StoreOptions | None, on_event: OnEvent | None) -> None:
-        self._store = open_store(url, options=options, on_event=on_event)
+    def __init__(self, url: Location, options: ReaderOptions, on_event: OnEvent | None) -> None:
+        self._store = options.open_store(url, on_event=on_event)
         self._owned = not isinstance(url, Store)
 
     def __enter__(self) -> Store:

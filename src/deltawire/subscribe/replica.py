@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
+from ..format.records.record_parts import FileEntry
 from ..format.records.version_records import Commit
 from .sync_context import SyncContext
 
@@ -41,6 +42,22 @@ class Replica(Protocol):
             The commit to reach.
         context
             The chain, its routes, and the means to fetch what they need.
+        """
+        ...
+
+    def wants_ahead(self) -> bool:
+        """Return whether files of the next version should be fetched before its commit exists. Processes that share a directory answer
+        yes in only one of them.
+        """
+        ...
+
+    def take_ahead(self, files: Iterable[tuple[FileEntry, memoryview]]) -> None:
+        """Prepare for the next version with files that have arrived before its commit. Its version stays as it is. Raises nothing.
+
+        Parameters
+        ----------
+        files
+            Files of a delta from the present version, and their bytes, which were compared with their hashes.
         """
         ...
 

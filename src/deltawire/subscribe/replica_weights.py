@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ..chain.memory_state import MemoryState, Update, UpdateStep
 from ..delta.prepared import PreparedUpdate
+from ..format.digest import Digest
+from ..format.records.record_parts import FileEntry
 from ..format.records.version_records import Commit
 from .prepared_swap import PreparedSwap
 from .sync_context import SyncContext
@@ -29,6 +31,10 @@ class ReplicaWeights(Protocol):
 
     def new_update(self) -> Update:
         """Return an empty update, which `MemoryState.resolve` fills."""
+        ...
+
+    def still_hold(self, digests: Mapping[FileEntry, Digest]) -> bool:
+        """Return whether the tensors that some files cover still have these digests, if other code can write to them."""
         ...
 
     def check_written(self, update: Update) -> None:
@@ -69,6 +75,9 @@ class ArrayWeights:
 
     def new_update(self) -> Update:
         return PreparedUpdate(threads=self._threads)
+
+    def still_hold(self, digests: Mapping[FileEntry, Digest]) -> bool:
+        return True
 
     def check_written(self, update: Update) -> None:
         """Do nothing: memory holds what was written to it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -16,11 +18,15 @@ from ..chain.routes import Routes
 from ..chain.version import Version
 from ..errors import ChainError, ChainStale, DeltawireError
 from ..events import OnEvent, emit
+from ..format.records.record_parts import FileEntry
 from ..format.records.run_records import Run
 from ..format.records.version_records import Commit
-from ..store import Store, open_store
+from ..store import Store
+from ..store.sources import Location
 from .chain_view import ChainView
+from .files_ahead import FilesAhead
 from .follow import follow_chain
+from .host_cache import open_host_cache
 from .memory_replica import MemoryReplica
 from .mirror.mirror_replica import MirrorReplica
 from .pin_keeper import PinKeeper
@@ -46,7 +52,8 @@ class Subscriber:
     Parameters
     ----------
     url
-        The location of the chain: a URL, a path, or an open store, which stays open after `close`.
+        The location of the chain: a URL, a path, or an open store, which stays open after `close`. Or a list of them: the origin, and
+        copies that relays keep, from which the reader reads if they are nearer.
     mirror
         The directory of the mirror. None keeps the weights in memory.
     options
@@ -64,7 +71,7 @@ class Subscriber:
 
     def __init__(
         self,
-        url: str | Path | Store,
+        url: Location,
         mirror: Path | str | None = None,
         *,
         options: ReaderOptions | None = None,
@@ -80,9 +87,10 @@ class Subscriber:
         self._busy = threading.RLock()
         self._closed = threading.Event()
         self._owns_store = not isinstance(url, Store)
-        self._store = open_store(url, options=options.store, on_event=on_event)
+        self._store = options.open_store(url, on_event=on_event)
         log = options.open_log(self._store)
         self._pins = PinKeeper(self._store, options.reader, enabled=options.pin, on_event=on_event)
+        self._shared = open_host_cache(options, on_event)
         self._replica: Replica
         self._mirrored: MirrorReplica | None = None
         if replica is not None:
@@ -93,6 +101,7 @@ class Subscriber:
         else:  # last, because it takes a lock, and everything that can fail must come before
             self._replica = self._mirrored = MirrorReplica(Path(mirror), threads=threads, trusted_keys=options.trusted_keys)
         log.followed_run = None if self._mirrored is None else self._mirrored.run_id
+        self._ahead = FilesAhead(log, options.ahead_bytes, shared=self._shared)
         self._chain = ChainView(log, seen=self._mirrored.seen if self._mirrored else None, max_silence=options.max_silence)
 
     @property
@@ -137,11 +146,13 @@ class Subscriber:
         with self._busy:
             if self._closed.is_set():
                 raise ValueError("the subscriber is closed")
-            report = SyncReport()
+            report = SyncReport(self._ahead.holds)
             before = self._replica.commit
             try:
                 with report.watch.phase("total"):
                     self._move(seq, report)
+                newest = self._chain.newest()
+                self._ahead.keep_only(None if newest is None else self._chain.log.ref(newest[0]))
                 self._chain.check_silence()
                 self.last_error = None
             except Exception as error:
@@ -151,6 +162,7 @@ class Subscriber:
                 self._emit_failure(error)
                 raise
             finally:
+                report.shared_bytes = 0 if self._shared is None else self._shared.take_count()
                 self._emit_change(before, report)
             version = self.version
             assert version is not None
@@ -186,6 +198,7 @@ class Subscriber:
             return
         self._closed.set()
         with self._busy:
+            self._ahead.close()
             self._pins.release()
             self._replica.close()
             if self._owns_store:
@@ -212,6 +225,7 @@ class Subscriber:
         if have == commit:
             self._pins.hold(run, commit.seq)
             return
+        self._ahead.stop()
         fetcher = Fetcher(
             self._chain.log.store,
             limits=self._chain.log.limits,
@@ -219,6 +233,7 @@ class Subscriber:
             watch=report.watch,
             on_event=self._on_event,
             is_stopped=self._closed.is_set,
+            shared=self._shared,
         )
         routes = Routes(self._chain.log, fetcher=fetcher, on_event=self._on_event)
         if have is None:
@@ -232,8 +247,10 @@ class Subscriber:
             newest=newest,
             patience=self._options.patience,
             progress=self._pins.renew,
+            ahead=self._ahead,
             on_event=self._on_event,
             is_halted=self._closed.is_set,
+            shared=self._shared,
         )
         self._replica.move(commit, context)
 
@@ -245,6 +262,7 @@ class Subscriber:
                 self._pins.hold(self._chain.log.run, commit.seq)
             if self._chain.has_news():
                 return True
+            self._look_ahead()
             self._chain.check_silence()
         except DeltawireError as error:
             if not (isinstance(error, ChainStale) and isinstance(self.last_error, ChainStale)):  # silence is reported once
@@ -253,6 +271,24 @@ class Subscriber:
             raise
         self.last_error = None
         return False
+
+    def _look_ahead(self) -> None:
+        """Begin to fetch what is announced of the next version. Takes one small request. Call it when nothing newer is committed."""
+        newest = self._chain.newest()
+        if newest is not None and newest[1] == self._replica.commit and self._replica.wants_ahead():
+            self._ahead.look(*newest)
+
+    def _use_ahead(self, until: float = math.inf) -> bool:
+        """Prepare for the next version with files that have arrived ahead of its commit, until a time of `time.monotonic`.
+
+        Returns whether more are on their way. Does nothing while a sync runs.
+        """
+        if self._busy.acquire(blocking=False):
+            try:
+                self._replica.take_ahead(_until(until, self._ahead.arrived(self._replica.commit)))
+            finally:
+                self._busy.release()
+        return self._ahead.is_arriving
 
     def _emit_failure(self, error: Exception) -> None:
         commit = self._replica.commit
@@ -270,3 +306,9 @@ class Subscriber:
             emit(self._on_event, "rolled-back", seq=now.seq, from_seq=before.seq)
         lag = self._chain.updates_known() - now.updates
         emit(self._on_event, "synced", seq=now.seq, step=now.step, updates=now.updates, lag=max(0, lag), **report.fields())
+
+
+def _until(end: float, files: Iterator[tuple[FileEntry, memoryview]]) -> Iterator[tuple[FileEntry, memoryview]]:
+    """Yield files until a time of `time.monotonic`."""
+    while time.monotonic() < end and (found := next(files, None)) is not None:
+        yield found

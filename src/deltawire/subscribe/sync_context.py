@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from ..chain.fetch import Fetcher, WasCollected
+from ..chain.fetch import Fetcher, SharedFiles, WasCollected
 from ..chain.log import ChainLog
 from ..chain.reader_options import PATIENCE
 from ..chain.restore import Hop
@@ -17,6 +17,7 @@ from ..errors import RollbackDetected
 from ..events import OnEvent
 from ..format.records.record_parts import CommitRef, FileEntry
 from ..store.base import Progress
+from .files_ahead import FilesAhead
 from .sync_report import SyncReport
 
 
@@ -38,10 +39,14 @@ class SyncContext:
         Seconds to wait for data that arrive after their commit.
     progress
         Called with the number of bytes fetched.
+    ahead
+        Files that were fetched before their commit was read.
     on_event
         Called with each event.
     is_halted
         Returns whether the sync should end early.
+    shared
+        Files that the processes of this host share.
     """
 
     log: ChainLog
@@ -50,14 +55,16 @@ class SyncContext:
     newest: bool = True
     patience: float = PATIENCE
     progress: Progress | None = None
+    ahead: FilesAhead | None = None
     on_event: OnEvent | None = None
     is_halted: Callable[[], bool] = lambda: False
     """Whether the sync should end early, because its result is no longer wanted."""
+    shared: SharedFiles | None = None
     _abandoned: threading.Event = field(default_factory=threading.Event)
 
-    def route_fetcher(self, hops: Sequence[Hop]) -> RouteFetcher:
-        """Return a fetcher for the delta files of a route."""
-        return RouteFetcher(self.log, hops, self.progress, **self._fetching)
+    def route_fetcher(self, hops: Sequence[Hop], *, resolved: Collection[FileEntry] = ()) -> RouteFetcher:
+        """Return a fetcher for the delta files of a route, except for those that are resolved already."""
+        return RouteFetcher(self.log, hops, self.progress, resolved=resolved, **self._fetching)
 
     def fetcher(self) -> Fetcher:
         """Return a fetcher with the settings of this sync."""
@@ -85,6 +92,13 @@ class SyncContext:
             raise RollbackDetected(f"commit {ref.seq}, which the mirror holds, is not the one in {self.log.store.url}.")
         self.log.accept(commit)
 
+    def _take_ahead(self, entry: FileEntry) -> memoryview | None:
+        assert self.ahead is not None
+        data = self.ahead.take(entry)
+        if data is not None:
+            self.report.came_ahead([entry])
+        return data
+
     @property
     def _fetching(self) -> dict[str, Any]:
         abandoned = self._abandoned
@@ -92,20 +106,24 @@ class SyncContext:
             "limits": self.log.limits,
             "patience": self.patience,
             "watch": self.report.watch,
+            "ahead": None if self.ahead is None else self._take_ahead,
             "on_event": self.on_event,
             "is_stopped": lambda: abandoned.is_set() or self.is_halted(),
+            "shared": self.shared,
         }
 
 
 class RouteFetcher(Fetcher):
     """Fetches the delta files of a route in the order of its hops. The files of the next hop are fetched while one hop is applied.
 
-    Ask for exactly these files in exactly this order, hop by hop, and close it afterwards.
+    Ask for exactly these files in exactly this order, hop by hop, and close it afterwards. Files in `resolved` are left out.
     """
 
-    def __init__(self, log: ChainLog, hops: Sequence[Hop], arrived: Progress | None, **fetching: Any) -> None:
+    def __init__(
+        self, log: ChainLog, hops: Sequence[Hop], arrived: Progress | None, *, resolved: Collection[FileEntry] = (), **fetching: Any
+    ) -> None:
         super().__init__(log.store, **fetching)
-        deltas = [(entry, hop) for hop in hops if hop.base is not None for entry in hop.files]
+        deltas = [(entry, hop) for hop in hops if hop.base is not None for entry in hop.files if entry not in resolved]
         self._collected = {entry.key: was_collected(log, hop) for entry, hop in deltas}
         coming = super().prefetch([entry for entry, _ in deltas], progress=arrived)
         self._coming = cast(Generator[tuple[FileEntry, memoryview], None, None], coming)

@@ -231,16 +231,19 @@ def test_a_writer_that_has_not_fenced_yet_holds_every_mark(chain):
     assert collect(chain.store, grace=GRACE).outcome == "held"
 
 
-def test_uncommitted_data_of_the_current_epoch_stays_and_orphans_of_older_ones_go(chain):
+def test_uncommitted_data_above_the_floor_stay_and_orphans_of_older_epochs_or_numbers_go(chain):
+    """The writer of the head has committed a higher number than 3, so it will never commit what it uploaded for 3."""
     old = [chain.upload(b"an upload that was never committed", None, 1, 0, 1)]
     chain.fence()
     chain.train(2)
     current = [chain.upload(b"about to be committed", None, 1, 0, 1)]
-    early = dataclasses.replace(current[0], key=keys.data_key(chain.epoch, 3, current[0].blake3, "safetensors"))
-    chain.store.put(early.key, b"about to be committed")
+    orphan = keys.data_key(chain.epoch, 3, current[0].blake3, "safetensors")
+    later = keys.data_key(chain.epoch + 1, 3, current[0].blake3, "safetensors")
+    for key in (orphan, later):
+        chain.store.put(key, b"about to be committed")
     announce_and_collect(chain)
-    assert {current[0].key, early.key} <= stored_data(chain)
-    assert old[0].key not in stored_data(chain)
+    assert {current[0].key, later} <= stored_data(chain)
+    assert not {old[0].key, orphan} & stored_data(chain)
     assert can_rebuild(chain, chain.newest.seq)
 
 

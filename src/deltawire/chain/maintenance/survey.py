@@ -109,18 +109,16 @@ def find_garbage(log: ChainLog, found: Survey, floor: int) -> Garbage:
         else:
             shortcuts.append(info)
             collected |= _keys_of(log, shortcut) if shortcut is not None else set()
-    committed = _Committed(log, floor)
     garbage, staying = [], 0
     for info in data:
         data_key = keys.parse_data_key(info.key)
         if data_key is None or info.key in kept or (unread and data_key.seq >= min(unread)):
             staying += 1
-        elif data_key.epoch < found.head.epoch or info.key in collected or info.key in committed.keys(data_key.seq):
+        # A writer commits what it has uploaded before it uploads for a higher number, so nobody will commit what is at or below the floor.
+        elif data_key.epoch < found.head.epoch or (data_key.epoch == found.head.epoch and data_key.seq <= floor) or info.key in collected:
             garbage.append(info)
         else:
             staying += 1
-    # Lists come last: if the deletion breaks off, the next collection still finds out which files belonged to them.
-    garbage.sort(key=lambda info: info.key in committed.lists)
     return Garbage(tuple(shortcuts), tuple(garbage), staying)
 
 
@@ -141,25 +139,6 @@ class _Kept:
 
     def __contains__(self, key: str) -> bool:
         return key in self._keys or key.rpartition("/")[0] in self._folders
-
-
-class _Committed:
-    """The data objects of commits at or below the floor. Objects that no commit uses may belong to a writer that will commit them."""
-
-    def __init__(self, log: ChainLog, floor: int) -> None:
-        self._log = log
-        self._floor = floor
-        self._found: dict[int, set[str]] = {}
-        self.lists: set[str] = set()
-        """The keys of the file lists among them."""
-
-    def keys(self, seq: int) -> set[str]:
-        if seq not in self._found:
-            commit = self._log.read(seq) if seq <= self._floor else None
-            self._found[seq] = set() if commit is None else _keys_of(self._log, commit)
-            if commit is not None and commit.file_list is not None:
-                self.lists.add(commit.file_list.key)
-        return self._found[seq]
 
 
 def _live_anchors(log: ChainLog, head: Commit) -> Iterator[Anchor]:

@@ -44,6 +44,7 @@ from ...subscribe.fetching_spool import FetchingSpool
 from ...subscribe.mirror.locks import FileLock
 from . import OLDEST_VLLM, lost_wakeups
 from .draft import tell_drafts
+from .expert_capture import capture_experts, take_experts
 from .live.cold_start import ColdStart
 from .live.kept_bases import KeptBases
 from .live.live_updates import NOT_LEARNT, LiveUpdates
@@ -83,6 +84,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
         Number of threads for decoding and digests. None means one per core; for decoding in the memory of a CPU server, it means one.
     gpu_share
         The share of a GPU's time that staging an update may take while the server generates. 1 means as much as it can get.
+    relays
+        Copies of the chain that relays keep. The workers read from them if they are nearer than `url`.
     """
 
     mirror: str | None = None
@@ -93,6 +96,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     confirm: str = "auto"
     threads: int | None = None
     gpu_share: float = DEFAULT_SHARE
+    relays: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -347,7 +351,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         options = ReaderOptions(run=info.run, trusted_keys=tuple(info.trusted_keys))
         self._weights = self._live_weights(info, folder)
         assert self._bases is not None
-        self._spool = DeltaSpool(folder) if info.url is None else FetchingSpool(folder, info.url, options=options)
+        self._spool = DeltaSpool(folder) if info.url is None else FetchingSpool(folder, [info.url, *info.relays], options=options)
         if folder not in self._held_spools:
             with contextlib.suppress(SpoolError):  # `prepare` and `swap` say what is wrong with it
                 self._held_spools[folder] = self._spool.hold()
@@ -442,9 +446,21 @@ def _add_rpc_methods() -> None:
             worker.model_runner.reset_lora_state()
         return answer
 
+    def deltawire_capture_experts(worker: Any) -> dict[str, Any]:
+        try:
+            return {"why_not": capture_experts(worker)}
+        except Exception as error:  # an internal of vLLM may have changed
+            logger.exception("deltawire: experts cannot be recorded")
+            return {"why_not": f"{type(error).__name__}: {error}"}
+
+    def deltawire_take_experts(worker: Any, names: list[str]) -> dict[str, Any]:
+        return take_experts(worker, names)
+
     if not hasattr(Worker, "deltawire_status"):
         tell_drafts(Worker)
     Worker.deltawire_status = deltawire_status
+    Worker.deltawire_capture_experts = deltawire_capture_experts
+    Worker.deltawire_take_experts = deltawire_take_experts
     Worker.deltawire_learn = deltawire_learn
     Worker.deltawire_adopt = deltawire_adopt
     Worker.deltawire_quarantine = deltawire_quarantine

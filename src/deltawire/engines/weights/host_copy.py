@@ -17,6 +17,7 @@ from ...errors import BaseMismatch, CorruptDelta, ResultMismatch
 from ...format import delta_file
 from ...format.delta_file import DeltaBytes
 from ...format.digest import Digest
+from ...format.records.record_parts import FileEntry
 from ...format.records.version_records import Commit
 from ...subscribe.prepared_swap import PreparedSwap
 from ...subscribe.sync_context import SyncContext
@@ -74,6 +75,10 @@ class HostCopyWeights:
 
     def digest(self, tensors: Mapping[str, Any]) -> Digest:
         return digest_on_host(tensors, self._threads)
+
+    def still_hold(self, digests: Mapping[FileEntry, Digest]) -> bool:
+        """Return True: only the replica writes to the copy that deltas are decoded against."""
+        return True
 
     def check_written(self, update: Update) -> None:
         """Read the written elements back."""

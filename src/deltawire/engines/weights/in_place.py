@@ -15,6 +15,7 @@ from ...delta.prepared import PreparedUpdate
 from ...errors import BaseMismatch, ResultMismatch
 from ...format.delta_file import DeltaBytes
 from ...format.digest import Digest
+from ...format.records.record_parts import FileEntry
 from ...format.records.version_records import Commit
 from ...subscribe.prepared_swap import PreparedSwap
 from ...subscribe.sync_context import SyncContext
@@ -72,6 +73,9 @@ class InPlaceWeights:
         """Return the digest of live tensors. A GPU computes it on a separate stream, so that generation goes on."""
         with GpuHandover(tensors).on_side_stream():
             return state_digest(tensors, threads=self._threads)
+
+    def still_hold(self, digests: Mapping[FileEntry, Digest]) -> bool:
+        return all(self.digest(self.state.segment(entry)) == digest for entry, digest in digests.items())
 
     def check_written(self, update: Update) -> None:
         """Raise `ResultMismatch` unless the module still uses the tensors that were written to."""

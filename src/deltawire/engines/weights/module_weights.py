@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ...chain.memory_state import MemoryState, Update
+from ...format.digest import Digest
+from ...format.records.record_parts import FileEntry
 from ...format.records.version_records import Commit
 from ...subscribe.prepared_swap import PreparedSwap
 from ...subscribe.sync_context import SyncContext
@@ -52,6 +56,9 @@ class ModuleWeights:
 
     def new_update(self) -> Update:
         return self.current.new_update()
+
+    def still_hold(self, digests: Mapping[FileEntry, Digest]) -> bool:
+        return self.current.still_hold(digests)
 
     def check_written(self, update: Update) -> None:
         self.current.check_written(update)

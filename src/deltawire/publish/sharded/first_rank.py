@@ -309,7 +309,7 @@ class FirstRank:
             raise
         self._attempt = None
         self._take(attempt.commit, time.perf_counter() - start)
-        self._writer.announce()
+        self._writer.put_head()
         return attempt.data.decode()
 
     def _take(self, commit: Commit, seconds: float) -> None:

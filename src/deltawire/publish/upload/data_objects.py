@@ -96,9 +96,18 @@ class Uploads:
         self._bytes += size
         self._all.append(future)
 
-    def start_delta(self, location: DataLocation, delta: bytes, segment: Segment) -> None:
-        """Start the upload of a segment's delta."""
-        self.start(lambda: location.put(delta, raw=segment.raw, segment=segment), size=len(delta))
+    def start_delta(
+        self, location: DataLocation, delta: bytes, segment: Segment, uploaded: Callable[[FileEntry], None] | None = None
+    ) -> None:
+        """Start the upload of a segment's delta. `uploaded` is called afterwards, on the thread that uploads. It raises nothing."""
+
+        def upload() -> FileEntry:
+            entry = location.put(delta, raw=segment.raw, segment=segment)
+            if uploaded is not None:
+                uploaded(entry)
+            return entry
+
+        self.start(upload, size=len(delta))
 
     def finish(self) -> tuple[tuple[FileEntry, ...], float]:
         """Wait for all uploads. Returns the files, and the seconds since the first upload was started."""
@@ -159,6 +168,7 @@ def upload_update(
     segments_of: Callable[[Sequence[int]], State] | None = None,
     batches: Sequence[Sequence[int]] | None = None,
     wants_reverse: bool = False,
+    uploaded: Callable[[FileEntry], None] | None = None,
 ) -> Update | None:
     """Encode a state against the baseline, which has the same table, and upload the deltas. Returns None if they reach `limit` bytes.
 
@@ -180,6 +190,8 @@ def upload_update(
         Which segments are made and encoded together: all of them, in order. None: one at a time. A GPU waits for the host between batches.
     wants_reverse
         Whether deltas back to the baseline are wanted, too (`Update.make_reverse`).
+    uploaded
+        Called with each file when it is uploaded, on another thread. It raises nothing.
     """
     uploads = Uploads(location.pool, location.store)
     deltas: dict[int, bytes] = {}
@@ -212,7 +224,7 @@ def upload_update(
                     if size >= limit:
                         uploads.abandon()
                         return None
-                    uploads.start_delta(location, delta, baseline.segments[index])
+                    uploads.start_delta(location, delta, baseline.segments[index], uploaded)
             if wants_reverse:
                 last = partial(_deltas_back, baseline, new, changing, threads)
             del new

@@ -78,7 +78,7 @@ class HopsOnDisk:
         """Fetch the delta files of a hop that are not in the cache."""
         with taking(hop):
             fetched = self._deltas.ensure(hop.files, lambda entries: self._source.to_memory(hop, entries))
-        self._report.fetched(fetched)
+        self._report.fetched(fetched, of=hop.files)
 
     def fetch_attachments(self, target: Commit, folder: Path) -> None:
         """Fetch the attachments of a version that a directory lacks. Raises their errors directly, because no other route leads to them.

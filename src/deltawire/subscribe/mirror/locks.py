@@ -117,27 +117,43 @@ class FileLock:
         self.release()
 
 
-class LifeWatch:
-    """Tells whether the process that holds a lock still runs.
+class ChangeWatch:
+    """Tells how long a sign of life has not changed. Only the watcher's own clock counts. Dates are never compared."""
 
-    Only changes of the lock's file and the watcher's own clock count. Dates are never compared.
-    """
-
-    def __init__(self, path: Path, patience: float | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path = path
-        self._patience = PATIENCE if patience is None else patience
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: object = None
         self._since = clock()
 
-    def check(self) -> None:
-        """Raise `MirrorBusy` if the holder has shown no sign of life for too long."""
-        sign, now = self._sign(), self._clock()
+    def seconds(self, sign: object) -> float:
+        """Return for how many seconds the sign has been the same, each time that it was looked at.
+
+        Parameters
+        ----------
+        sign
+            What the watched process changes while it runs.
+        """
+        now = self._clock()
         if sign != self._seen:
             self._seen, self._since = sign, now
-        elif now - self._since > self._patience:
+        return now - self._since
+
+
+class LifeWatch:
+    """Tells whether the process that holds a lock still runs, by changes of the lock's file."""
+
+    def __init__(self, path: Path, patience: float | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._patience = PATIENCE if patience is None else patience
+        self._watch = ChangeWatch(clock=clock)
+
+    def check(self) -> None:
+        """Raise `MirrorBusy` if the holder has shown no sign of life for too long."""
+        sign = self._sign()
+        seconds = self._watch.seconds(sign)
+        if seconds > self._patience:
             holder = sign[1].decode(errors="replace").strip() or "unknown"
-            raise MirrorBusy(f"{self._path}: process {holder} holds this lock, but has not run for {now - self._since:.0f} s.")
+            raise MirrorBusy(f"{self._path}: process {holder} holds this lock, but has not run for {seconds:.0f} s.")
 
     def _sign(self) -> tuple[int, bytes]:
         try:

@@ -3,7 +3,7 @@
     DIR/mirror.json          layout version and run id
     DIR/current              link to the slot that is served; replaced atomically
     DIR/slots/NAME/          a complete checkpoint, and deltawire.json, which names its version
-    DIR/locks/               `flock` files: `writer`, and one per slot
+    DIR/locks/               `flock` files: `writer`, `ahead` (who fetches ahead of commits), and one per slot
     DIR/deltas/              delta files that the next update will need again
     DIR/seen.json            the newest commit seen, to notice a store that was set back
     DIR/FILE                 links to current/FILE, so that DIR itself loads as a checkpoint
@@ -190,6 +190,10 @@ class Mirror:
     def try_writer(self) -> FileLock | None:
         """Take the lock that allows changes, if no other process holds it."""
         return FileLock.try_exclusive(self._writer_path)
+
+    def try_leader(self) -> FileLock | None:
+        """Take the lock of the process that fetches files before their commit exists, if no other process holds it."""
+        return FileLock.try_exclusive(self.path / "locks" / "ahead")
 
     def watch_writer(self) -> LifeWatch:
         """Return a watch for the process that changes the mirror."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from ...format.checkpoints.checkpoint import Checkpoint
+from ...format.records.record_parts import FileEntry
 from ...format.records.signing import check_signature
 from ...format.records.version_records import Commit
+from ..delta_cache import DeltaCache
 from ..seen import SeenFile
 from ..sync_context import SyncContext
 from .locks import FileLock
@@ -32,6 +35,8 @@ class MirrorReplica:
         self._mirror = Mirror(path, threads=threads)
         self._trusted = frozenset(trusted_keys)
         self._held: HeldSlot | None = None
+        self._leading: FileLock | None = None
+        """Held by the one process that fetches files ahead of commits for all users of the mirror."""
         self._state: Mapping[str, NDArray[Any]] = {}
         self.seen = SeenFile(path)
         with as_mirror_errors(path):
@@ -93,8 +98,27 @@ class MirrorReplica:
                     self._switch(update.run(target, replacing=had))
                     context.report.resynced &= had is not None
 
+    def wants_ahead(self) -> bool:
+        if self._leading is None:
+            with contextlib.suppress(OSError):
+                self._leading = self._mirror.try_leader()
+        return self._leading is not None
+
+    def take_ahead(self, files: Iterable[tuple[FileEntry, memoryview]]) -> None:
+        """Put the files where every process that updates the mirror looks for them."""
+        arrived = dict(files)
+        with contextlib.suppress(OSError):  # such as a full disk: then they are fetched as usual
+            writer = self._mirror.try_writer() if arrived else None
+            if writer is not None:
+                with writer:
+                    deltas = DeltaCache(self._mirror.path / "deltas")
+                    deltas.ensure(arrived, lambda missing: [(entry, arrived[entry]) for entry in missing])
+
     def close(self) -> None:
         """Release the slot. Do not use arrays from `state` afterwards."""
+        if self._leading is not None:
+            self._leading.release()
+            self._leading = None
         if self._held is not None:
             self._held.release()
             self._held = None

@@ -38,7 +38,7 @@ from ....format.bundle_names import MAIN, BundleView, bundle_names
 from ....format.checkpoints.checkpoint import Checkpoint, check_can_be_written
 from ....format.safetensors_header import MalformedHeader, build_header, parse_json_object, place_in_order
 from ....subscribe.delta_cache import PART
-from ....subscribe.delta_spool import spool_errors
+from ....subscribe.private_folder import spool_errors
 from ....tensors.state import state_digest
 from .routes import RouteFailed
 

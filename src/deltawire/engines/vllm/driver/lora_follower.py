@@ -23,7 +23,8 @@ from ....chain.version import Version
 from ....errors import DeltawireError, EngineAsleep, EngineRefused, NoChain
 from ....events import OnEvent, emit
 from ....format.bundle_names import MAIN, BundleView, bundle_names, join_name
-from ....store import Store, open_store
+from ....store import Store
+from ....store.sources import Location
 from ....subscribe import Subscriber
 from ....subscribe.delta_spool import default_spool
 from ....subscribe.follow import pause as pace
@@ -60,7 +61,7 @@ class LoraFollower:
     name
         The name of the adapter. Raises `EngineRefused` if it cannot name one.
     url
-        The location of the adapter's chain, or an open store.
+        The location of the adapter's chain, or an open store. Or a list of them: the origin, and copies that relays keep.
     folder
         The directory that adapters are written to. The server must be able to read it, and no other server may use it. None means one in
         memory (/dev/shm), or in this user's cache.
@@ -76,7 +77,7 @@ class LoraFollower:
         self,
         engine: str | AdapterServer,
         name: str,
-        url: str | Path | Store,
+        url: Location,
         folder: Path | str | None = None,
         *,
         max_staleness: int = 0,
@@ -97,7 +98,7 @@ class LoraFollower:
         self._options = options or ReaderOptions()
         self._options = replace(self._options, reader=self._options.reader or reader_name())
         self._owns_store = not isinstance(url, Store)
-        self._store = open_store(url, options=self._options.store, on_event=on_event)
+        self._store = self._options.open_store(url, on_event=on_event)
         place = adapter_folder(default_spool(self._store.url), self._server.url) if folder is None else Path(folder)
         self._adapters = LoraAdapters(self._server, place, max_staleness=max_staleness, on_event=on_event)
         self._subscriber = Subscriber(self._store, options=self._options, undo_bytes=0, on_event=on_event)

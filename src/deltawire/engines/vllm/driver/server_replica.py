@@ -29,8 +29,10 @@ from ....chain.walk_route import taking, walk_route
 from ....errors import ChainError, DecodingDiffers, EngineModelDiffers, EngineQuarantined, EngineRefused, SpoolError
 from ....events import OnEvent, Value, emit
 from ....format.digest import Digest
+from ....format.records.record_parts import FileEntry
 from ....format.records.version_records import Commit
 from ....subscribe.delta_spool import DeltaSpool
+from ....subscribe.mirror.locks import FileLock
 from ....subscribe.mirror.mirror import Mirror
 from ....subscribe.mirror.mirror_replica import MirrorReplica
 from ....subscribe.sync_context import SyncContext
@@ -83,6 +85,8 @@ class ReplicaSettings:
         Seconds that the workers may take to stage a version.
     gpu_share
         The share of a GPU's time that staging may take. None leaves it to the workers.
+    relays
+        Copies of the chain that relays keep, for workers that load from the store.
     """
 
     url: str
@@ -95,6 +99,7 @@ class ReplicaSettings:
     trusted_keys: Sequence[str] = ()
     staging_patience: float = 600.0
     gpu_share: float | None = None
+    relays: Sequence[str] = ()
 
 
 class ServerReplica:
@@ -130,6 +135,8 @@ class ServerReplica:
             Mirror(settings.mirror).refuse_occupied()  # now, and not when it is needed for the first time
         self._spool = DeltaSpool(settings.spool)
         self._held_spool = self._spool.hold()
+        self._leading: FileLock | None = None
+        """Held by the one sidecar that fetches files ahead of commits for all users of the spool."""
         self._is_live = False
         self._live_failures = 0
         self._stage_seconds = 0.0
@@ -201,7 +208,19 @@ class ServerReplica:
             self._commit = self._mirror.commit
         return True
 
+    def wants_ahead(self) -> bool:
+        if self._leading is None:
+            with contextlib.suppress(OSError):
+                self._leading = self._spool.try_leader()
+        return self._leading is not None and self._is_live
+
+    def take_ahead(self, files: Iterable[tuple[FileEntry, memoryview]]) -> None:
+        with contextlib.suppress(SpoolError):  # such as a full disk: then they are fetched as usual
+            self._spool.put_ahead(dict(files))
+
     def close(self) -> None:
+        if self._leading is not None:
+            self._leading.release()
         if self._mirror is not None:
             self._mirror.close()
         with contextlib.suppress(SpoolError):
@@ -278,6 +297,8 @@ class ServerReplica:
             info["gpu_share"] = settings.gpu_share
         if self._mirror is not None:
             return info | {"mirror": str(settings.mirror.absolute())}
+        if settings.relays:
+            info["relays"] = list(settings.relays)
         return info | {"url": settings.url, "run": settings.run, "trusted_keys": list(settings.trusted_keys)}
 
     def _adopt(self, candidates: Iterable[Commit], context: SyncContext) -> Commit | None:

@@ -24,7 +24,8 @@ from ....chain.reports import SERVING, put_report
 from ....chain.version import Version
 from ....errors import DecodingDiffers, DeltawireError, EngineError, EngineModelDiffers, NoChain, StoreError
 from ....events import Event, OnEvent, emit
-from ....store import Store, open_store
+from ....store import Store
+from ....store.sources import Location, Sources
 from ....subscribe import Subscriber
 from ....subscribe.delta_spool import default_spool
 from ....subscribe.follow import pause as pace
@@ -49,7 +50,7 @@ class Sidecar:
     engine
         The URL of the server, such as http://127.0.0.1:8000, or a client of its routes.
     url
-        The location of the chain, or an open store.
+        The location of the chain, or an open store. Or a list of them: the origin, and copies that relays keep.
     mirror
         The directory of a mirror, from which the workers load full checkpoints: the first version, and repairs. They must be able to read
         it, and need no access to the store. With None, they load full checkpoints from the store, with their own credentials. A mirror in
@@ -86,7 +87,7 @@ class Sidecar:
     def __init__(
         self,
         engine: str | VllmRoutes,
-        url: str | Path | Store,
+        url: Location,
         mirror: Path | str | None = None,
         *,
         pause: PauseMode = "keep",
@@ -107,7 +108,7 @@ class Sidecar:
         self._owns_routes = isinstance(engine, str)
         self.routes = VllmRoutes(engine) if isinstance(engine, str) else engine
         self._on_event = on_event
-        self._announced: Version | None = None
+        self._reported: Version | None = None
         """The version that the last report says the server serves."""
         self._last_served: Version | None = None
         self._problem: str | None = None
@@ -115,10 +116,11 @@ class Sidecar:
         self._told_waiting: str | None = None
         """The reason in the last event `waiting`. None once the server has answered."""
         self._owns_store = not isinstance(url, Store)
-        self._store = open_store(url, options=options.store, on_event=on_event)
+        self._store = options.open_store(url, on_event=on_event)
         self._log = options.open_log(self._store)
         settings = ReplicaSettings(
-            url=str(url) if "://" in str(url) else self._store.url,  # workers have other working directories
+            url=url if isinstance(url, str) and "://" in url else self._store.url,  # workers have other working directories
+            relays=self._store.copy_urls if isinstance(self._store, Sources) else (),
             spool=default_spool(self._store.url) if spool is None else Path(spool),
             mirror=default_mirror(self._store.url) if mirror is None else Path(mirror),
             prefers_mirror=mirror is not None,
@@ -195,11 +197,13 @@ class Sidecar:
         self._replica.controller.ensure_running()
         self._check_canary()
         served = self.served
-        if served is None or served == self._announced:
+        if served is None or served == self._reported:
+            self._subscriber._look_ahead()
+            self._subscriber._use_ahead()
             return None
         self._report_attachments(served)
         self._report(SERVING, served.seq)
-        self._announced = self._last_served = served
+        self._reported = self._last_served = served
         return served
 
     def readiness(self) -> tuple[bool, dict[str, Any]]:
@@ -244,7 +248,7 @@ class Sidecar:
         self._replica.forget()
         if self._canary is not None:
             self._canary.forget()
-        self._announced = None
+        self._reported = None
 
     def _report_attachments(self, version: Version) -> None:
         """Emit an event if attachments changed since the last swap. The server keeps the config and tokenizer that it started with."""
@@ -255,7 +259,7 @@ class Sidecar:
         emit(self._on_event, "attachments-changed", seq=version.seq, files=", ".join(names))
 
     def _report(self, state: str, seq: int | None, error: str | None = None) -> None:
-        self._announced = None
+        self._reported = None
         try:
             put_report(self._store, self._log.run, self.reader, state, seq, error)
         except StoreError as failure:  # nothing depends on reports
