@@ -43,6 +43,7 @@
     │   ├── LimitExceeded           a record claims more than is allowed
     │   ├── DataDamaged             an object differs from what its record says
     │   ├── DataMissing             an object that must exist does not
+    │   ├── RelayConflict           the store of a region holds another chain than the one to copy there
     │   ├── VersionUnknown          the chain has no such version
     │   └── VersionGone             the version's data were deleted by garbage collection
     ├── PublishError                a version could not be published
@@ -75,6 +76,8 @@
     │   ├── UnusableRows            rows of the dataset cannot be used for generation or training
     │   ├── UnusableSettings        settings do not fit the model, for example too long completions
     │   ├── UnusableModelFiles      members cannot build the model: its config or tokenizer is missing
+    │   ├── UnsupportedRouting      the model's way to choose experts is not known
+    │   ├── UnusableRouting         recorded experts do not fit the model or the batch
     │   └── TrainingFailed          training fails even without the suspicious results
     ├── UnusablePlan                a number that the planner was given cannot be used
     └── CodecUnavailable            the requested codec cannot run on this machine
@@ -252,7 +255,7 @@ class BadUrl(StoreError):
 class LocationOccupied(StoreError):
     """A new chain cannot begin in a location that holds other files. Nothing was written there."""
 
-    hint = "Name a new or empty location. On the command line the checkpoint comes first: `deltawire publish CKPT URL`."
+    hint = "Name a new or empty location, and check the order of the arguments: `deltawire publish CKPT URL`, `deltawire relay SRC DST`."
 
 
 class ObjectMissing(StoreError):
@@ -375,6 +378,12 @@ class DataMissing(ChainError):
 
     hint = "Run `deltawire verify` on the chain. Check whether anything other than `deltawire gc` deleted objects."
     retryable = True
+
+
+class RelayConflict(ChainError):
+    """The store of a region holds another chain than the one that a relay would copy there."""
+
+    hint = "Give the relay a location of its own, which no publisher writes to. If the origin was restored from a backup, use a new one."
 
 
 class VersionUnknown(ChainError):
@@ -574,6 +583,18 @@ class UnusableModelFiles(TrainingError):
         "Pass `attachments`: the model's directory, or its config.json and the files of its tokenizer. "
         "For a transformers model, `tokenizer=` with the tokenizer itself is enough."
     )
+
+
+class UnsupportedRouting(TrainingError):
+    """A model chooses or weights experts in a way that is not known, so that recorded experts cannot be replayed. Nothing was changed."""
+
+    hint = "Train without router replay, or with a model that docs/router-replay.md names."
+
+
+class UnusableRouting(TrainingError):
+    """Recorded experts do not fit the model or the batch. They are not replayed, and nothing is trained on them."""
+
+    hint = "Record them with the model that is trained, and pass one row of experts for each token."
 
 
 class TrainingFailed(TrainingError):

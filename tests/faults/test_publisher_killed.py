@@ -1,4 +1,7 @@
-"""A publisher dies, or gets no answer, at every single call of a session. Another publisher takes over."""
+"""A publisher dies, or gets no answer, at every single call of a session. Another publisher takes over.
+
+The publishers announce every file, so announcements are among these calls.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,21 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 
+import pytest
+from announced_files import announce_at_once
 from publications import SESSION, Ledger, Listener, assert_goes_on, calls_of_a_session, open_publisher, published, repeated, run_session
 
+from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import After, Before, Call, FaultyStore, ProcessDied
 from deltawire.testing.faulty_store import Failure
 
 Fault = type[Before] | type[After]
+
+
+@pytest.fixture(autouse=True)
+def _announcing(monkeypatch: pytest.MonkeyPatch) -> None:
+    announce_at_once(monkeypatch)
 
 
 class TheSame:
@@ -48,7 +59,9 @@ def sessions_with(fault: Fault, kind: Failure, *, in_background: bool = False) -
     The store fails at that call. In the background a shortcut may be made later, and get another key.
     """
     passed: Counter[tuple[str, str]] = Counter()
-    for call in calls_of_a_session():
+    calls = calls_of_a_session()
+    assert sum(call.key == keys.COMING for call in calls) > 5
+    for call in calls:
         print(call)  # if the test fails, the last printed call is the one that failed
         passed[what(call)] += 1
         unanswered = kind == "unknown" and call.op != "put_if_absent"  # for other calls a store reports "unavailable" instead

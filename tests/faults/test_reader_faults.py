@@ -58,11 +58,17 @@ def assert_faults_heal(fault: Callable[[int], Fault], expected: type[Exception] 
         index += 1
 
 
-@pytest.fixture(params=["memory", "mirror"])
+@pytest.fixture(params=["memory", "mirror", "host cache"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    """Open readers, each with its own mirror or without a mirror."""
-    numbers = iter(range(10**6))
-    return lambda store: open_subscriber(store, None if request.param == "memory" else tmp_path / str(next(numbers)), pin=True)
+    """Open readers, each with its own mirror, or its own host cache, or neither."""
+    folders = (tmp_path / str(number) for number in range(10**6))
+
+    def opened(store: FaultyStore) -> Subscriber:
+        if request.param == "host cache":
+            return open_subscriber(store, pin=True, host_cache=next(folders))
+        return open_subscriber(store, None if request.param == "memory" else next(folders), pin=True)
+
+    return opened
 
 
 def test_a_reader_whose_store_is_unavailable_at_any_call_keeps_its_version_and_continues(opened: Open) -> None:

@@ -85,7 +85,8 @@ def test_a_sidecar_checks_its_directories_before_it_waits_for_a_chain(chain: Pat
 def test_swapped_arguments_are_noticed(chain: Path, checkpoints: list[Path], tmp_path: Path) -> None:
     before = sorted(checkpoints[0].rglob("*")), sorted(chain.rglob("*"))
     assert "checkpoint comes first" in fail("publish", chain, checkpoints[0], kind="CheckpointError")
-    assert "checkpoint comes first" in fail("publish", checkpoints[0], checkpoints[1], kind="LocationOccupied")
+    assert "publish CKPT URL" in fail("publish", checkpoints[0], checkpoints[1], kind="LocationOccupied")
+    assert "relay SRC DST" in fail("relay", chain, checkpoints[0], "--once", kind="LocationOccupied")
     assert "pull URL DIR" in fail("pull", tmp_path / "out", chain, "--force", kind="CheckpointError")
     assert "follow URL DIR" in fail("follow", tmp_path / "mirror", chain, kind="MirrorError")
     assert (sorted(checkpoints[0].rglob("*")), sorted(chain.rglob("*"))) == before

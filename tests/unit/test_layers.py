@@ -23,6 +23,7 @@ LAYERS = [
     {"store"},
     {"chain"},
     {"publish", "subscribe"},
+    {"relay"},
     {"fleet"},
     {"planning"},
     {"engines"},

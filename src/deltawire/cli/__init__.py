@@ -36,6 +36,7 @@ from .commands import (
     plan,
     publish,
     pull,
+    relay,
     rollouts,
     show,
     sidecar,
@@ -66,6 +67,7 @@ app = typer.Typer(
 app.command("publish", cls=PlainCommand, rich_help_panel=_CHAINS)(publish.publish)
 app.command("pull", cls=PlainCommand, rich_help_panel=_CHAINS)(pull.pull)
 app.command("follow", cls=PlainCommand, rich_help_panel=_CHAINS)(follow.follow)
+app.command("relay", cls=PlainCommand, rich_help_panel=_CHAINS)(relay.relay)
 app.command("sidecar", cls=PlainCommand, rich_help_panel=_CHAINS)(sidecar.sidecar)
 app.command("canary", cls=PlainCommand, rich_help_panel=_CHAINS)(canary.canary)
 app.command("log", cls=PlainCommand, rich_help_panel=_CHAINS)(log.log)

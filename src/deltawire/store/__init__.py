@@ -13,6 +13,7 @@ link_estimate  the measured link to a store
 rate_limit     bytes and requests per second that the user allows
 stream_gate    how many transfers run at the same time
 wrapped        a store in front of another one
+sources        an origin and copies of it as one store, with what is known about each copy in copies
 probe          checks whether a store is suitable
 occupancy      what a location holds before it is used
 keys           keys of a chain; those of a fleet are in fleet_keys

@@ -285,6 +285,18 @@ class Store(ABC):
         """
         check_key(key)
 
+    def distrust(self, reason: str) -> bool:
+        """Note that what was read does not lead to a version. A store with several sources reads from its origin for a while.
+
+        Returns whether reading again may give something else. The default does nothing and returns False.
+
+        Parameters
+        ----------
+        reason
+            What is wrong, for an event.
+        """
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """Release threads and connections. May be called twice; no other method may be called afterwards."""

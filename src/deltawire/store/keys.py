@@ -10,8 +10,11 @@ from ..format.records.record_parts import is_data_key, is_reader_name
 
 RUN = "run.json"
 HEAD = "HEAD"
+COMING = "coming.json"
+"""The announcement of files of the next version."""
 EPOCHS, COMMITS, ANCHORS, SKIPS, DATA, MARKS, PINS, PROBES = "epoch/", "commit/", "anchor/", "skip/", "data/", "gc/", "pin/", "probe/"
 REPORTS = "report/"
+RELAYS = "relay/"
 """Prefixes for listings."""
 CANARIES = "canary/"
 
@@ -24,6 +27,7 @@ _MARK = re.compile(rf"gc/{_SHORT}\.json")
 _DATA = re.compile(rf"data/{_SHORT}/{_LONG}/([0-9a-f]{{64}})\.(safetensors|file)")
 _PIN = re.compile(r"pin/(.+)\.json")
 _REPORT = re.compile(r"report/(.+)\.json")
+_RELAY = re.compile(r"relay/(.+)\.json")
 
 
 class DataKey(NamedTuple):
@@ -69,6 +73,11 @@ def report_key(reader: str) -> str:
     return f"{REPORTS}{_reader(reader)}.json"
 
 
+def relay_key(name: str) -> str:
+    """Return the key of a published relay. Its name has the form of readers' names; raises ValueError for any other."""
+    return f"{RELAYS}{_reader(name)}.json"
+
+
 def probe_key(nonce: str) -> str:
     return f"{PROBES}{nonce}"
 
@@ -108,6 +117,11 @@ def parse_pin_key(key: str) -> str | None:
 
 def parse_report_key(key: str) -> str | None:
     found = _REPORT.fullmatch(key)
+    return found[1] if found and is_reader_name(found[1]) else None
+
+
+def parse_relay_key(key: str) -> str | None:
+    found = _RELAY.fullmatch(key)
     return found[1] if found and is_reader_name(found[1]) else None
 
 

@@ -15,7 +15,8 @@ from .fleet_keys import FLEET
 _LOOKED_AT = 1000
 """Most objects that are looked at."""
 _MAX_RUN_BYTES = 1 << 16
-_OWN = (keys.EPOCHS, keys.COMMITS, keys.ANCHORS, keys.SKIPS, keys.DATA, keys.MARKS, keys.PINS, keys.PROBES, keys.REPORTS, FLEET)
+_CHAIN = (keys.EPOCHS, keys.COMMITS, keys.ANCHORS, keys.SKIPS, keys.DATA, keys.MARKS)
+_OWN = (*_CHAIN, keys.PINS, keys.PROBES, keys.REPORTS, keys.RELAYS, FLEET)
 
 
 def refuse_occupied(store: Store) -> None:
@@ -56,4 +57,4 @@ def misplaced(path: Path) -> str | None:
 
 
 def _is_own(key: str) -> bool:
-    return key in (keys.RUN, keys.HEAD) or key.startswith(_OWN)
+    return key in (keys.RUN, keys.HEAD, keys.COMING) or key.startswith(_OWN)

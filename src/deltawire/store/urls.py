@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import threading
 import unicodedata
 from pathlib import Path
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from ..errors import BadUrl
 from ..events import OnEvent
@@ -41,6 +42,7 @@ def open_store(url: str | Path | Store, *, options: StoreOptions | None = None, 
     - a path, or `file:///path`: a directory, which the first write creates
     - `memory://NAME`: one store per name and process
     - `s3://BUCKET[/PREFIX]`: credentials, region and endpoint from AWS_* variables such as AWS_ENDPOINT_URL, or from the machine's role
+    - `s3://BUCKET[/PREFIX]?endpoint=https://HOST&region=NAME`: the same with another server or region, or with one of the two
     - `gs://BUCKET[/PREFIX]`: GOOGLE_* variables or application-default credentials
     - `az://CONTAINER[/PREFIX]`: AZURE_* variables
     - `hf://buckets/OWNER/NAME[/PREFIX]`: a Hugging Face bucket, through its S3 gateway; see `providers.hugging_face_store`
@@ -122,8 +124,10 @@ def _parse(url: str) -> tuple[str, SplitResult]:
             f"{scheme}://{parts.netloc} is the address of a server, not of a bucket. "
             f"For an S3 server, set AWS_ENDPOINT_URL={scheme}://{parts.netloc} and use s3://BUCKET/PREFIX."
         )
-    if parts.query or parts.fragment:
+    if parts.fragment or (parts.query and scheme != "s3"):
         raise BadUrl(f"{scheme}://{parts.netloc}{parts.path} is followed by a query or fragment, which means nothing here.")
+    if parts.query:
+        _server(parts)
     if scheme not in _SCHEMES:
         raise BadUrl(f"{url!r} has an unknown scheme.{_suggestion(scheme, url.split('://', 1)[1])}")
     if scheme == "file":
@@ -143,6 +147,24 @@ def _parse(url: str) -> tuple[str, SplitResult]:
     else:
         _split(_whole(parts), 1, url)
     return scheme, parts
+
+
+def _server(parts: SplitResult) -> dict[str, str]:
+    """Return the endpoint and the region that the query of a URL names. Raises `BadUrl` for anything else, and for credentials."""
+    shown = f"{parts.scheme.lower()}://{parts.netloc}{parts.path}"
+    try:
+        named = parse_qsl(parts.query, strict_parsing=True, max_num_fields=2)
+        found = dict(named)
+        endpoint = urlsplit(found.get("endpoint", "https://host"))
+    except ValueError:
+        named, found = [], {}
+    if not found or len(found) != len(named) or not found.keys() <= {"endpoint", "region"}:
+        raise BadUrl(f"what follows {shown}? must be endpoint=https://HOST or region=NAME, or both with & between them.")
+    if "@" in found.get("endpoint", ""):
+        raise BadUrl(f"the endpoint of {shown} holds credentials; give them in the environment.")
+    if endpoint.scheme not in ("http", "https") or not endpoint.netloc or endpoint.query or endpoint.fragment:
+        raise BadUrl(f"the endpoint of {shown} is no address. Write it as https://HOST[:PORT].")
+    return found
 
 
 def _suggestion(scheme: str, rest: str) -> str:
@@ -170,7 +192,11 @@ def _open_url(url: str, options: StoreOptions, on_event: OnEvent | None) -> Stor
     else:
         bucket, prefix = _split(_whole(parts), 1, url)
         opener = {"s3": providers.s3_store, "gs": providers.gcs_store, "az": providers.azure_store}[scheme]
-        store = opener(bucket, prefix, options)
+        named = _server(parts) if parts.query else {}
+        endpoint, region = named.get("endpoint", options.endpoint), named.get("region", options.region)
+        store = opener(bucket, prefix, dataclasses.replace(options, endpoint=endpoint, region=region))
+        if parts.query:
+            store.url += f"?{parts.query}"
     store.listen(on_event)
     return store
 

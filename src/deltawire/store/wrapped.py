@@ -107,5 +107,8 @@ class WrappedStore(Store):
     def doubt(self, key: str) -> None:
         self.inner.doubt(key)
 
+    def distrust(self, reason: str) -> bool:
+        return self.inner.distrust(reason)
+
     def close(self) -> None:
         self.inner.close()

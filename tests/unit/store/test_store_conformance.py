@@ -12,7 +12,8 @@ from deltawire.store import Store, StoreOptions, open_store
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
 from deltawire.store.remote import Clients, RemoteStore
-from deltawire.testing import FaultyStore, StoreConformance
+from deltawire.store.sources import Sources
+from deltawire.testing import Before, FaultyStore, StoreConformance, call
 
 
 class TestLocalStore(StoreConformance):
@@ -33,6 +34,15 @@ class TestFaultyStoreWithoutFaults(StoreConformance):
     def open_location(self) -> Callable[[], Store]:
         place = MemoryStore("conformance")
         return lambda: FaultyStore(place)
+
+
+class TestSources(StoreConformance):
+    """An origin, and copies that hold no chain: one is empty, and one does not answer."""
+
+    @pytest.fixture
+    def open_location(self) -> Callable[[], Store]:
+        origin, empty = MemoryStore("conformance"), MemoryStore("empty")
+        return lambda: Sources(origin, [empty, FaultyStore(empty, [Before(call(), "unavailable", times=None)])])
 
 
 class TestRemoteStoreOverMemory(StoreConformance):

@@ -9,11 +9,12 @@ import pytest
 from support import run_python
 
 from deltawire import Publisher
-from deltawire.errors import BadUrl, CheckpointError, LocationOccupied, MirrorError
+from deltawire.errors import BadUrl, CheckpointError, LocationOccupied, MirrorError, StoreError
 from deltawire.store import StoreOptions, open_store
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
 from deltawire.store.occupancy import is_chain_directory
+from deltawire.store.urls import default_run_name
 from deltawire.subscribe import Subscriber, pull
 from deltawire.subscribe.mirror.mirror import Mirror
 
@@ -59,7 +60,14 @@ def test_services_are_opened_without_a_request(url: str, shown: str, monkeypatch
         "s3://bucket/../other",
         "s3://bucket//double",
         "s3://[bucket/prefix",
-        "s3://bucket?endpoint=http://elsewhere",
+        "s3://bucket?prefix=elsewhere",
+        "s3://bucket?endpoint=elsewhere",
+        "s3://bucket?endpoint=http://user:secret@host",
+        "s3://bucket?endpoint=http://[::1",
+        "s3://bucket?region=a&region=b",
+        "s3://bucket?region",
+        "s3://bucket#part",
+        "gs://bucket?region=a",
         "hf://models/owner/name",
         "hf://buckets/owner",
         "memory://",
@@ -206,3 +214,12 @@ for url in ({str(tmp_path)!r}, "memory://name"):
 assert "obstore" not in sys.modules
 """
     run_python(script)
+
+
+def test_a_url_may_name_the_server_and_the_region_of_a_bucket() -> None:
+    url = "s3://bucket/runs/seven?endpoint=http://127.0.0.1:1234&region=eu-west-1"
+    with open_store(url) as store, open_store(store.url) as again:
+        assert store.url == again.url == url
+        assert default_run_name(store.url) == "seven"
+    with pytest.raises(StoreError, match="plain http"):
+        open_store("s3://bucket/run?endpoint=http://elsewhere")

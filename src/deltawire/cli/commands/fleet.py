@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...events import Event
-from ..options.chain import RunOption, TrustOption
+from ..options.chain import RelaysOption, RunOption, TrustOption, host_cache_of
 from ..options.common import JsonLinesOption
-from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOption
-from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
+from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOption, RoutingOption
+from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourcesOption, check_member_name
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
 from ..output.fleet_table import short_name
@@ -35,7 +35,7 @@ _WIDEST_NAME = 20
 
 
 def fleet(
-    source: SourceOption,
+    sources: SourcesOption,
     env: EnvOption,
     count: Annotated[
         int | None, typer.Argument(metavar="N", min=1, help="Start this many members on this machine.", show_default=False)
@@ -64,12 +64,24 @@ def fleet(
     mirror: MirrorOption = None,
     kv_cache: MemberCacheOption = Cache.drop,
     canary: MemberCanaryOption = Canary.off,
+    routing: RoutingOption = False,
     poll: PollOption = 0.5,
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, metavar="N", help="Restart a member that died at most this many times in an hour.")
     ] = 10,
+    relays: RelaysOption = False,
     max_rate: MaxRateOption = None,
     max_requests: MaxRequestsOption = None,
+    host_cache: Annotated[
+        str | None,
+        typer.Option(
+            "--host-cache",
+            metavar="DIR|auto|off",
+            help="Fetch each file once for all members of a machine, which share this directory, or the usual ones (auto). By default auto "
+            "for several members with `transformers`, otherwise off.",
+            show_default=False,
+        ),
+    ] = None,
     trust: TrustOption = None,
     run: RunOption = None,
     json: JsonLinesOption = False,
@@ -91,9 +103,10 @@ def fleet(
 
         total = count or ray or 0
         stem = name or reader_name()
+        sharing = host_cache or ("auto" if total > 1 and engine == "transformers" else "off")
         options = {
             f"{stem}-{number}": MemberOptions(
-                source,
+                sources[0],
                 engine,
                 tuple(env),
                 f"{stem}-{number}",
@@ -104,7 +117,11 @@ def fleet(
                 run,
                 kv_cache=kv_cache.value,
                 canary=canary.value,
+                routing=routing,
                 store=store_options(max_rate, max_requests),
+                host_cache=host_cache_of(sharing),
+                relays=tuple(sources[1:]),
+                find_relays=relays,
             )
             for number in range(total)
         }

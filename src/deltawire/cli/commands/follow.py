@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..options.chain import PinOption, RunOption, TrustOption, UrlArgument, reader_options
+from ..options.chain import FromOption, HostCacheOption, PinOption, RelaysOption, RunOption, TrustOption, UrlArgument, reader_options
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
@@ -50,11 +50,14 @@ def follow(
         str | None,
         typer.Option("--exec", metavar="CMD", help="Run this shell command after each new version. See above.", show_default=False),
     ] = None,
+    copies: FromOption = None,
+    relays: RelaysOption = False,
     trust: TrustOption = None,
     run: RunOption = None,
     pin: PinOption = True,
     max_rate: MaxRateOption = None,
     max_requests: MaxRequestsOption = None,
+    host_cache: HostCacheOption = "off",
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonLinesOption = False,
@@ -82,11 +85,14 @@ def follow(
         bar = stack.enter_context(ExitStack())
         progress = bar.enter_context(progress_bar(f"sync {directory.name}", None, quiet=json or verbose))
         listener = _Listener(json, is_patient=not once, verbose=verbose)
+        limits = store_options(max_rate, max_requests)
+        reading = reader_options(run, trust, max_silence=max_silence, pin=pin, store=limits, host_cache=host_cache, relays=relays)
+        store = stack.enter_context(opened(url, copies=copies, reading=reading, verbose=verbose))
         subscriber = stack.enter_context(
             Subscriber(
-                MeteredStore(stack.enter_context(opened(url, verbose=verbose, options=store_options(max_rate, max_requests))), progress),
+                MeteredStore(store, progress),
                 directory,
-                options=reader_options(run, trust, max_silence=max_silence, pin=pin),
+                options=reading,
                 threads=threads,
                 on_event=ending.with_output(listener),
             )
@@ -161,7 +167,8 @@ class _Listener:
         """Report that a version was reached."""
         synced = self._synced if self._synced.get("seq") == version.seq else {}
         self._synced = {}
-        size, seconds, lag = synced.get("bytes", 0), synced.get("total_seconds", 0.0), synced.get("lag", 0)
+        size, shared, seconds = synced.get("bytes", 0), synced.get("shared_bytes", 0), synced.get("total_seconds", 0.0)
+        lag = synced.get("lag", 0)
         if self._json:
             print_json_line(
                 {
@@ -171,6 +178,7 @@ class _Listener:
                     "step": version.step,
                     "lag": lag,
                     "bytes": size,
+                    "shared_bytes": shared,
                     "seconds": seconds,
                     "published": version.time,
                     "digest": version.digest.hex(),
@@ -182,7 +190,7 @@ class _Listener:
                 f"version {version.updates}",
                 "" if version.step is None else f"step {version.step}",
                 f"{lag} behind" if lag else "newest",
-                f"{figures.size(size)} in {figures.duration(seconds)}",
+                f"{figures.size(size)}{f' ({figures.size(shared)} shared)' if shared else ''} in {figures.duration(seconds)}",
                 f"{figures.duration(time.time() - version.time)} after it was published",
             ]
             print_line("  ".join(filter(None, parts)))

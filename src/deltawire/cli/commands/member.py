@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.status import Status
 
 from ...errors import UnusableReward
-from ..options.chain import RunOption, TrustOption
+from ..options.chain import HostCacheOption, RelaysOption, RunOption, TrustOption, host_cache_of
 from ..options.common import JsonLinesOption
-from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOption
-from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourceOption, check_member_name
+from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOption, RoutingOption
+from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourcesOption, check_member_name
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
 from ..output.terminal import print_json_line, print_labelled, print_wrapped
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def member(
-    source: SourceOption,
+    sources: SourcesOption,
     env: EnvOption,
     engine: EngineOption = "transformers",
     name: Annotated[
@@ -51,9 +51,12 @@ def member(
     mirror: MirrorOption = None,
     kv_cache: MemberCacheOption = Cache.drop,
     canary: MemberCanaryOption = Canary.off,
+    routing: RoutingOption = False,
     poll: PollOption = 0.5,
+    relays: RelaysOption = False,
     max_rate: MaxRateOption = None,
     max_requests: MaxRequestsOption = None,
+    host_cache: HostCacheOption = "off",
     trust: TrustOption = None,
     run: RunOption = None,
     leave_with_stdin: Annotated[bool, typer.Option("--leave-with-stdin", hidden=True)] = False,
@@ -74,7 +77,7 @@ def member(
 
         sys.path.insert(0, os.getcwd())  # the module of the reward function is usually here, as with `python -m`
         options = MemberOptions(
-            source,
+            sources[0],
             engine,
             tuple(env),
             name or "",
@@ -85,7 +88,11 @@ def member(
             run,
             kv_cache=kv_cache.value,
             canary=canary.value,
+            routing=routing,
             store=store_options(max_rate, max_requests),
+            host_cache=host_cache_of(host_cache),
+            relays=tuple(sources[1:]),
+            find_relays=relays,
         )
         stop = threading.Event()
         if leave_with_stdin:

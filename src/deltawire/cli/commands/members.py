@@ -17,10 +17,12 @@ from ..stores.opened import opened
 def members(
     url: UrlArgument, trust: TrustOption = None, run: RunOption = None, verbose: VerboseOption = False, json: JsonOption = False
 ) -> None:
-    """List the members of a run's fleet, with their versions, tasks and speeds.
+    """List the members of a run's fleet, with their versions, links, tasks and speeds.
 
     "heard" is the time since the last record of a member. A member without a record for longer than a lease lasts is "silent". "works on"
-    names round and task. The command shows what members report about themselves, and does not check it. Ages are by this machine's clock.
+    names round and task. "update" is how long the last updates took from their publication until the member had them. "link" and "latency"
+    are what it measured of its link to the store. A narrow terminal shows fewer columns; --json has all. The command shows what members
+    report about themselves, and does not check it. Ages are by this machine's clock.
     """
     with exit_codes(json):
         from ...fleet.overview import FleetReader

@@ -97,8 +97,13 @@ def plan(
         bool, typer.Option("--no-relays", help="Send one copy to each member, instead of one to a store in each region.")
     ] = False,
     cut_through: Annotated[
-        bool, typer.Option("--cut-through", help="Assume that readers fetch files while the trainer still encodes others.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--cut-through/--no-cut-through",
+            help="Whether readers fetch files while the trainer still encodes others. Default: if the trainer has one GPU.",
+            show_default=False,
+        ),
+    ] = None,
     streams: Annotated[
         str, typer.Option("--streams", metavar="auto|N", help="How many transfers a reader runs at the same time.")
     ] = "auto",
@@ -116,11 +121,11 @@ def plan(
     gpu_hour: Annotated[float, typer.Option("--gpu-hour", metavar="DOLLARS", help="Price of an hour of a GPU.")] = 2.5,
     gpus_per_member: Annotated[
         int | None,
-        typer.Option("--gpus-per-member", metavar="N", help="Default: enough for the weights.", show_default=False),
+        typer.Option("--gpus-per-member", metavar="N", help="GPUs of a member. Default: enough for the weights.", show_default=False),
     ] = None,
     trainer_gpus: Annotated[
         int | None,
-        typer.Option("--trainer-gpus", metavar="N", help="Default: 4 times those of a member, at least 8.", show_default=False),
+        typer.Option("--trainer-gpus", metavar="N", help="GPUs of the trainer. Default: 4 × a member's, at least 8.", show_default=False),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Write a picture of the plan, too.", show_default=False)
@@ -233,7 +238,7 @@ def _workload(
 
 
 def _network(
-    regions: int, links: list[str], local: str, given: int | None, counted: int, relays: bool, cut_through: bool, streams: str
+    regions: int, links: list[str], local: str, given: int | None, counted: int, relays: bool, cut_through: bool | None, streams: str
 ) -> Network:
     from ...planning import Network, Region
     from ...planning.link_model import parse_link
@@ -255,7 +260,8 @@ def _network(
         elif name in names:
             named[name] = value
         else:
-            raise typer.BadParameter(f"--link names the region {name[:20]!r}. The regions are r1 to r{regions}.")
+            known = f"The regions are r1 to r{regions}." if regions > 1 else "The only region is r1; --regions adds others."
+            raise typer.BadParameter(f"--link names the region {name[:20]!r}. {known}")
     shares = [members // regions + (number < members % regions) for number in range(regions)]
     return Network(
         [Region(name, parse_link(named.get(name, usual), "--link"), share) for name, share in zip(names, shares, strict=True)],

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..options.chain import PinOption, RunOption, StepOption, TrustOption, UrlArgument, find_seq, reader_options, refuse_several
+from ..options.chain import (
+    FromOption,
+    HostCacheOption,
+    PinOption,
+    RelaysOption,
+    RunOption,
+    StepOption,
+    TrustOption,
+    UrlArgument,
+    find_seq,
+    reader_options,
+    refuse_several,
+)
 from ..options.common import ForceOption, JsonOption, ThreadsOption, VerboseOption
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
@@ -33,12 +45,15 @@ def pull(
     ] = None,
     step: StepOption = None,
     force: ForceOption = False,
+    copies: FromOption = None,
+    relays: RelaysOption = False,
     trust: TrustOption = None,
     run: RunOption = None,
     pin: PinOption = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be fetched, and write nothing.")] = False,
     max_rate: MaxRateOption = None,
     max_requests: MaxRequestsOption = None,
+    host_cache: HostCacheOption = "off",
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonOption = False,
@@ -56,8 +71,10 @@ def pull(
         started = time.perf_counter()
         planned: dict[str, Any] = {}
         waited_for: set[str] = set()
+        limits = store_options(max_rate, max_requests)
+        options = reader_options(run, trust, pin=pin, store=limits, host_cache=host_cache, relays=relays)
         with (
-            opened(url, verbose=verbose, options=store_options(max_rate, max_requests)) as store,
+            opened(url, copies=copies, reading=options, verbose=verbose) as store,
             progress_bar(f"pull {directory.name}", None, quiet=json or verbose) as progress,
         ):
 
@@ -69,7 +86,6 @@ def pull(
                 elif not json:
                     print_if_waiting(event, waited_for)
 
-            options = reader_options(run, trust, pin=pin)
             chain = options.open_log(store)
             seq = find_seq(chain, at, step)
             if dry_run:

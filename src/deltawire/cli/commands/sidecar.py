@@ -6,13 +6,14 @@ import contextlib
 import enum
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..options.adapters import LoraOption, read_adapters, start_followers, with_adapters
-from ..options.chain import PinOption, RunOption, TrustOption, check_url, reader_options
+from ..options.chain import HostCacheOption, PinOption, RelaysOption, RunOption, TrustOption, check_urls, reader_options
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
 from ..options.engine import Cache, CacheOption, Canary, CanaryOption
 from ..options.member import check_member_name
@@ -69,14 +70,14 @@ def sidecar(
             callback=_check_engine,
         ),
     ],
-    source: Annotated[
-        str | None,
+    sources: Annotated[
+        list[str] | None,
         typer.Option(
             "--from",
             metavar="URL",
-            help="The chain's location, as for `follow`. Only with --lora may it be left out.",
+            help="The chain's location, as for `follow`. Further ones are copies that relays keep. Only with --lora may it be left out.",
             show_default=False,
-            callback=_check_source,
+            callback=check_urls,
         ),
     ] = None,
     mirror: Annotated[
@@ -137,8 +138,10 @@ def sidecar(
     trust: TrustOption = None,
     run: RunOption = None,
     pin: PinOption = True,
+    relays: RelaysOption = False,
     max_rate: MaxRateOption = None,
     max_requests: MaxRequestsOption = None,
+    host_cache: HostCacheOption = "off",
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonLinesOption = False,
@@ -154,9 +157,9 @@ def sidecar(
     The command prints a line per version. Ctrl-C and SIGTERM end it with code 0.
     """
     adapters = read_adapters(lora)
-    if source is None and not adapters:
+    if not sources and not adapters:
         raise typer.BadParameter("name the chain of the weights with --from, or that of a LoRA adapter with --lora.", param_hint="--from")
-    if source is None and canary is not Canary.off:
+    if not sources and canary is not Canary.off:
         raise typer.BadParameter("--canary checks versions of the weights, so name their chain with --from.", param_hint="--canary")
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
         from ...engines.base import KvCache
@@ -165,13 +168,14 @@ def sidecar(
 
         on_event = ending.with_output(_print_as_json if json else _Listener(verbose))
         limits = store_options(max_rate, max_requests)  # full checkpoints are read by the server, without these limits
-        followers = start_followers(adapters, engine, spool, reader_options(None, trust, reader=None, pin=pin, store=limits), on_event)
+        reading = partial(reader_options, pin=pin, store=limits, host_cache=host_cache)
+        followers = start_followers(adapters, engine, spool, reading(None, trust), on_event)
         driver = (
             None
-            if source is None
+            if not sources
             else Sidecar(
                 engine,
-                source,
+                sources,
                 mirror,
                 pause=pause.value,
                 kv_cache=KvCache(kv_cache.value),
@@ -179,7 +183,7 @@ def sidecar(
                 canary=canary.value,
                 spool=spool,
                 one_call=swap is SwapBy.call,
-                options=reader_options(run, trust, reader=name, pin=pin, store=limits),
+                options=reading(run, trust, reader=name, relays=relays),
                 threads=threads,
                 gpu_share=gpu_share,
                 on_event=on_event,
@@ -193,10 +197,6 @@ def sidecar(
         finally:
             if driver is not None:
                 driver.close()
-
-
-def _check_source(url: str | None) -> str | None:
-    return None if url is None else check_url(url)
 
 
 def _answering(address: str | None, driver: Sidecar | None, followers: Sequence[LoraFollower]) -> contextlib.AbstractContextManager[object]:

@@ -65,6 +65,27 @@ def _keys_in_file(name: str) -> list[str]:
 
 
 UrlArgument: TypeAlias = Annotated[str, typer.Argument(metavar="URL", help=URL_HELP, show_default=False, callback=check_url)]
+
+
+def check_urls(urls: list[str] | None) -> list[str]:
+    """Return the URLs of stores. Raise an error about wrong usage if one does not name a store."""
+    return [check_url(url) for url in urls or ()]
+
+
+FromOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--from",
+        metavar="URL",
+        help="Read from this copy of the chain, which a relay keeps, if it is nearer. May be repeated.",
+        show_default=False,
+        callback=check_urls,
+    ),
+]
+RelaysOption: TypeAlias = Annotated[
+    bool,
+    typer.Option("--relays", help="Read also from copies that relays have published in the run, if one is nearer."),
+]
 TrustOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
@@ -98,9 +119,23 @@ PinOption: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--pin/--no-pin",
-        help="Write a pin, which keeps garbage collection from deleting data that this reader needs. --no-pin needs only read access.",
+        help="Write a pin, which keeps garbage collection from deleting data that this reader needs. --no-pin needs no right to write.",
     ),
 ]
+
+HostCacheOption: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--host-cache",
+        metavar="DIR|auto|off",
+        help="Fetch each file once for all readers of this machine, which share this directory, or the usual ones (auto).",
+    ),
+]
+
+
+def host_cache_of(text: str) -> str | None:
+    """Return the value of `ReaderOptions.host_cache` for a value of --host-cache."""
+    return None if text == "off" else text
 
 
 def reader_options(
@@ -111,6 +146,8 @@ def reader_options(
     reader: str | None = None,
     pin: bool = True,
     store: StoreOptions | None = None,
+    host_cache: str = "off",
+    relays: bool = False,
 ) -> ReaderOptions:
     """Return the options of a reader from those of a command.
 
@@ -122,10 +159,23 @@ def reader_options(
         The keys of --trust.
     max_silence, reader, pin, store
         As in `ReaderOptions`.
+    host_cache
+        The value of --host-cache.
+    relays
+        Whether --relays is given.
     """
     from ...chain.reader_options import ReaderOptions
 
-    return ReaderOptions(run=run, trusted_keys=trust or (), max_silence=max_silence, reader=reader, pin=pin, store=store)
+    return ReaderOptions(
+        run=run,
+        trusted_keys=trust or (),
+        max_silence=max_silence,
+        reader=reader,
+        pin=pin,
+        store=store,
+        host_cache=host_cache_of(host_cache),
+        find_relays=relays,
+    )
 
 
 def refuse_several(**options: object) -> None:

@@ -34,3 +34,7 @@ MemberCacheOption: TypeAlias = Annotated[Cache, typer.Option("--kv-cache", help=
 MemberCanaryOption: TypeAlias = Annotated[
     Canary, typer.Option("--canary", metavar="CHECK", help=f"With vLLM: {_CANARY[0].lower()}{_CANARY[1:]}")
 ]
+RoutingOption: TypeAlias = Annotated[
+    bool,
+    typer.Option("--routing", help="Record which experts of an MoE model process which token, for a trainer that replays them."),
+]

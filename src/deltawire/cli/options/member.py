@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from .chain import URL_HELP, check_url
+from .chain import URL_HELP, check_urls
 
 
 def _check_engine(text: str) -> str:
@@ -37,7 +37,16 @@ def check_member_name(name: str | None) -> str | None:
     return name
 
 
-SourceOption: TypeAlias = Annotated[str, typer.Option("--from", metavar="URL", help=URL_HELP, show_default=False, callback=check_url)]
+SourcesOption: TypeAlias = Annotated[
+    list[str],
+    typer.Option(
+        "--from",
+        metavar="URL",
+        help=f"{URL_HELP} If it is repeated, the first one is the origin, and the others are copies that relays keep.",
+        show_default=False,
+        callback=check_urls,
+    ),
+]
 EngineOption: TypeAlias = Annotated[
     str,
     typer.Option(

@@ -13,8 +13,8 @@ from .tables import lay_out_table
 if TYPE_CHECKING:
     from ...fleet.overview import SeenFleet, SeenMember, SeenRound
 
-_TITLES = ("member", "state", "step", "behind", "works on", "tokens", "tokens/s", "heard")
-_DROPPED_FIRST = ("behind", "tokens", "works on", "tokens/s")
+_TITLES = ("member", "state", "step", "behind", "update", "link", "latency", "works on", "tokens", "tokens/s", "heard")
+_DROPPED_FIRST = ("behind", "tokens", "latency", "works on", "link", "update", "tokens/s")
 _WIDEST_NAME = 24
 _ROUND_TITLES = ("round", "for step", "tasks", "leased", "delivered", "")
 
@@ -72,11 +72,16 @@ def member_as_json(one: SeenMember, fleet: SeenFleet, now: float) -> dict[str, A
         "member": beat.member,
         "state": beat.state,
         "reason": beat.reason,
+        "engine": beat.engine,
         "silent": is_silent(one, fleet, now),
         "heard_seconds_ago": round(max(0.0, now - one.modified), 3),
         "seq": beat.seq,
         "step": beat.step,
         "behind": beat.lag,
+        "update_seconds": None if beat.behind_ms is None else beat.behind_ms / 1000,
+        "link": None
+        if beat.link is None
+        else {"bytes_per_second": beat.link.goodput, "latency_ms": beat.link.latency_ms, "failures": beat.link.failures},
         "tokens": beat.tokens,
         "tokens_per_second": _rate(one),
         "working": [dict(zip(("round", "task", "attempt"), attempt, strict=True)) for attempt in beat.working],
@@ -97,7 +102,7 @@ def round_as_json(one: SeenRound) -> dict[str, Any]:
 
 
 def _member_row(one: SeenMember, fleet: SeenFleet, now: float) -> tuple[str, ...]:
-    beat = one.beat
+    beat, link = one.beat, one.beat.link
     rate = _rate(one)
     state = "silent" if is_silent(one, fleet, now) and beat.state != "left" else beat.state
     tasks = [f"{number}/{task}" for number, task, _ in beat.working]
@@ -106,6 +111,9 @@ def _member_row(one: SeenMember, fleet: SeenFleet, now: float) -> tuple[str, ...
         state,
         "" if beat.step is None else str(beat.step),
         str(beat.lag) if beat.lag else "",
+        "" if beat.behind_ms is None else figures.duration(beat.behind_ms / 1000),
+        "" if link is None or link.goodput is None else f"{figures.size(link.goodput)}/s",
+        "" if link is None or link.latency_ms is None else f"{figures.short_count(link.latency_ms)} ms",
         " ".join(tasks[:2]) + (f" +{len(tasks) - 2}" if len(tasks) > 2 else ""),
         figures.short_count(beat.tokens),
         "" if rate is None else figures.short_count(round(rate)),

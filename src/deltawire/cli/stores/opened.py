@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from ..output.event_notices import print_if_verbose
 from ..output.terminal import print_notice
 
 if TYPE_CHECKING:
+    from ...chain.reader_options import ReaderOptions
     from ...events import Event
     from ...store import Store, StoreOptions
 
@@ -21,21 +22,33 @@ _SAME_FAILURE = 5.0
 
 
 @contextmanager
-def opened(url: str, *, verbose: bool = False, options: StoreOptions | None = None) -> Iterator[Store]:
+def opened(
+    url: str,
+    *,
+    copies: Sequence[str] | None = None,
+    reading: ReaderOptions | None = None,
+    verbose: bool = False,
+    options: StoreOptions | None = None,
+) -> Iterator[Store]:
     """Open the store at a URL, and close it at the end. Report repeated requests on stderr.
 
     Parameters
     ----------
     url
         The location of the chain.
+    copies
+        Copies of the chain that relays keep.
+    reading
+        How the command reads the chain. `options` is not used then.
     verbose
         Report every request and every event.
     options
         How to reach the store.
     """
-    from ...store import open_store
+    from ...chain.reader_options import ReaderOptions
 
-    with open_store(url, options=options, on_event=RetryNotices(verbose=verbose)) as store:
+    reading = reading or ReaderOptions(store=options)
+    with reading.open_store([url, *(copies or ())], on_event=RetryNotices(verbose=verbose)) as store:
         if verbose:
             from .traced_store import TracedStore
 
@@ -44,7 +57,7 @@ def opened(url: str, *, verbose: bool = False, options: StoreOptions | None = No
 
 
 class RetryNotices:
-    """Listens to the events of a store, and reports on stderr that a request is sent again.
+    """Listens to the events of a store, and reports on stderr that a request is sent again, or that a relay's copy is not used.
 
     Requests that fail at the same time give one line per attempt, not one line per request.
 
@@ -64,6 +77,12 @@ class RetryNotices:
 
     def __call__(self, event: Event) -> None:
         print_if_verbose(event, self._verbose)
+        if event.name == "relay-avoided":
+            print_notice(f"{event.fields['relay']} is not read for {event.fields['seconds']:.0f} s: {event.fields['reason']}")
+        elif event.name == "relay-late":
+            print_notice(f"{event.fields['relay']} lags behind, so the origin is read: {event.fields['reason']}")
+        if event.name != "retrying":
+            return
         attempt, now = int(event.fields["attempt"] or 0), self._clock()
         with self._lock:
             is_new = now - self._reported.get(attempt, -math.inf) >= _SAME_FAILURE

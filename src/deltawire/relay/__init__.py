@@ -1,0 +1,16 @@
+"""Relays: keep a copy of a chain in the store of another region.
+
+relay              the loop, and what users see
+version_copy       commits and their data, in order
+announcement_copy  files of the next version, before its commit
+data_copy          data objects, checked, several at the same time
+place_record       records, byte for byte, and the floor of the region
+shortcut_copy      full checkpoints and skips, made in the region
+rebuild            their files, from a replica of the model
+"""
+
+from __future__ import annotations
+
+from .relay import Relay
+
+__all__ = ["Relay"]

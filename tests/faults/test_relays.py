@@ -1,0 +1,98 @@
+"""Relays that are killed, cut off or lied to at every call: the region never shows a commit without its data, and gets all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from publications import Ledger, assert_one_history, open_publisher, published, repeated, visible_step
+from relayed_chain import assert_data_before_commits, copy_of, objects_of, open_relay, relay_once
+
+from deltawire.errors import DeltawireError
+from deltawire.store.memory import MemoryStore
+from deltawire.testing import After, Before, FaultyStore, ProcessDied, Reading
+
+
+def a_chain() -> tuple[MemoryStore, MemoryStore, Ledger]:
+    """Return a chain with anchors and skips, a region that has the beginning of it, and what was published."""
+    store, ledger = published(2)
+    region = MemoryStore("region")
+    relay_once(store, region)
+    with open_publisher(store) as publisher:
+        ledger.publish(publisher, 4)
+    return store, region, ledger
+
+
+@pytest.fixture(scope="module")
+def chain() -> tuple[MemoryStore, MemoryStore, Ledger]:
+    return a_chain()
+
+
+def relay_with_faults(source: Any, target: Any) -> None:
+    """Relay until a fault ends it."""
+    with contextlib.suppress(ProcessDied, DeltawireError):
+        relay_once(source, target)
+
+
+def assert_resumes(store: MemoryStore, region: MemoryStore, ledger: Ledger) -> None:
+    """Check what a killed relay has left, and that the next one finishes it."""
+    assert_data_before_commits(store, region)
+    assert visible_step(region) in {None, *ledger.tried}
+    relay_once(store, region)
+    assert_data_before_commits(store, region)
+    assert visible_step(region) == ledger.newest
+    assert_one_history(region)
+
+
+def everywhere(chain: tuple[MemoryStore, MemoryStore, Ledger], fault: Callable[[int], Any], *, at_target: bool, from_nothing: bool) -> int:
+    """Let a relay meet a fault at each call in turn, and check what follows. Return the number of calls."""
+    store, begun, ledger = chain
+    for index in range(1000):
+        region = MemoryStore("region") if from_nothing else copy_of(begun)
+        faulty = FaultyStore(region if at_target else store, [fault(index)])
+        relay_with_faults(store if at_target else faulty, faulty if at_target else region)
+        if len(faulty.calls) <= index:
+            return index
+        assert_resumes(store, region, ledger)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("from_nothing", [True, False], ids=["first copy", "later copy"])
+@pytest.mark.parametrize("fault", [Before, After])
+def test_a_relay_killed_at_any_call_of_its_target_is_finished_by_the_next(chain: Any, fault: Any, from_nothing: bool) -> None:
+    assert everywhere(chain, lambda index: fault(index, "crash"), at_target=True, from_nothing=from_nothing) > 25
+
+
+@pytest.mark.parametrize("from_nothing", [True, False], ids=["first copy", "later copy"])
+def test_a_relay_killed_at_any_call_of_its_source_is_finished_by_the_next(chain: Any, from_nothing: bool) -> None:
+    assert everywhere(chain, lambda index: Before(index, "crash"), at_target=False, from_nothing=from_nothing) > 15
+
+
+@pytest.mark.parametrize("kind", ["unavailable", "unknown"])
+def test_a_relay_whose_target_loses_any_answer_finishes(chain: Any, kind: Any) -> None:
+    store, begun, ledger = chain
+    calls = everywhere(chain, lambda index: After(index, kind), at_target=True, from_nothing=False)
+    for index in range(calls):
+        region = copy_of(begun)
+        faulty = FaultyStore(region, [After(index, kind)])
+        with open_relay(store, faulty) as relay:
+            repeated(relay.copy)
+            repeated(relay.copy_shortcuts)
+        assert visible_step(region) == ledger.newest
+
+
+@pytest.mark.parametrize("lie", ["flip", "truncate", "missing"])
+def test_a_relay_that_reads_anything_wrong_writes_nothing_wrong(chain: Any, lie: Any) -> None:
+    assert everywhere(chain, lambda index: Reading(index, lie), at_target=False, from_nothing=True) > 15
+
+
+def test_a_relay_that_is_shown_the_past_keeps_its_copy(chain: Any) -> None:
+    store, begun, ledger = chain
+    region = copy_of(begun)
+    relay_once(store, region)
+    before = objects_of(region)
+    relay_once(begun, region)
+    assert objects_of(region) == before
+    assert visible_step(region) == ledger.newest
