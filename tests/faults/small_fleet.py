@@ -26,11 +26,12 @@ from deltawire.fleet import Batch, FleetOptions, StalenessBudget, TrainingLimits
 from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.fleet.fleet_keyring import FleetKeyring
 from deltawire.fleet.rules.staleness import KnownVersion
+from deltawire.fleet.steps.claim_steps import claim_steps
 from deltawire.fleet.steps.coordinator_steps import CoordinatorSteps
 from deltawire.fleet.steps.member_state import MemberState, leave_steps, write_heartbeat
-from deltawire.fleet.steps.member_steps import member_steps
-from deltawire.fleet.steps.requests import FindVersion, Generate, Sync, run_steps
+from deltawire.fleet.steps.requests import FindVersion, Generate, Sync, Wait, Watch, run_steps
 from deltawire.fleet.steps.trainer_context import TrainerContext
+from deltawire.fleet.steps.work_steps import upload_steps, work_steps
 from deltawire.format.records.fleet_files import Accepted
 from deltawire.format.records.fleet_parts import AttemptId
 from deltawire.format.records.member_records import Lease
@@ -97,35 +98,29 @@ class Member:
     def __init__(self, store: Store, name: str, log: ChainLog, keyring: FleetKeyring | None = None) -> None:
         self.store = store
         self.version: KnownVersion | None = None
-        self.state = MemberState(log.run.id, name, nonce(), nonce, lambda: 0, lambda: 0.5)
+        self.state = MemberState(log.run.id, name, nonce(), nonce, lambda: 0, lambda: 0.5, lambda: 0.0)
         self.state.keyring = keyring or FleetKeyring()
         self._chain = ChainVersions(log)
-        self._steps = member_steps(self.state)
-        self._begun = False
-        self.ended = False
+        self._strands = [_Strand(steps(self.state), self.answer) for steps in (claim_steps, work_steps, upload_steps)]
+        self.has_left = False
+
+    @property
+    def ended(self) -> bool:
+        return self.has_left or all(strand.ended for strand in self._strands)
 
     def move(self) -> None:
-        """Continue until the member wants to sleep after a heartbeat."""
+        """Write a heartbeat, then continue until all strands of the member want to wait."""
         if self.ended:
             return
         with contextlib.suppress(StoreUnavailable):
             self.perform_all(write_heartbeat(self.state))
-        try:
-            request = self._steps.send(None) if self._begun else next(self._steps)
-            self._begun = True
-            while not isinstance(request, Sleep):
-                try:
-                    answer = self.answer(request)
-                except DeltawireError as error:
-                    request = self._steps.throw(error)
-                else:
-                    request = self._steps.send(answer)
-        except StopIteration:
-            self.ended = True
+        moved = [strand.move(time_has_passed=True) for strand in self._strands]
+        while any(moved):
+            moved = [strand.move(time_has_passed=False) for strand in self._strands]
 
     def leave(self) -> None:
         self.perform_all(leave_steps(self.state))
-        self.ended = True
+        self.has_left = True
 
     def perform_all(self, steps: Any) -> None:
         run_steps(steps, self.store, sleep=lambda seconds: None, perform=self.answer)
@@ -136,7 +131,51 @@ class Member:
         if isinstance(request, Generate):
             version = self.version or self._chain.newest()
             return make_rollouts(request.round, request.lease, request.rows, version)
+        if isinstance(request, Watch):
+            return self.store.get_if_changed(request.key, limit=request.limit, tag=request.tag)
         return ask_store(self.store, request)
+
+
+class _Strand:
+    """One of the steps of a member, and what it waits for. Nothing takes time, except that steps wait until the next move."""
+
+    def __init__(self, steps: Any, answer: Callable[[Any], Any]) -> None:
+        self._steps = steps
+        self._answer = answer
+        self._waits_for: Any = None
+        self.ended = False
+        self._advance(lambda: next(self._steps))
+
+    def move(self, *, time_has_passed: bool) -> bool:
+        """Continue until the steps want to wait. Return whether they have moved."""
+        waits_for = self._waits_for
+        if self.ended or not (time_has_passed or (isinstance(waits_for, Wait) and waits_for.signal.count != waits_for.seen)):
+            return False
+        self._ask(None if isinstance(waits_for, (Sleep, Wait)) else waits_for)
+        while not self.ended and not _takes_time(self._waits_for):
+            self._ask(self._waits_for)
+        return True
+
+    def _ask(self, request: Any) -> None:
+        try:
+            answer = None if request is None else self._answer(request)
+        except DeltawireError as error:
+            self._advance(lambda error=error: self._steps.throw(error))
+        else:
+            self._advance(lambda: self._steps.send(answer))
+
+    def _advance(self, move: Callable[[], Any]) -> None:
+        try:
+            self._waits_for = move()
+        except StopIteration:
+            self.ended = True
+
+
+def _takes_time(request: Any) -> bool:
+    """Return whether the steps want to wait. A signal that was given since they looked ends their wait at once."""
+    if isinstance(request, Wait):
+        return request.signal.count == request.seen
+    return isinstance(request, Sleep) or (isinstance(request, Watch) and request.seconds > 0)
 
 
 @dataclass

@@ -218,10 +218,10 @@ def assert_member_faults_lose_nothing(fault: type[Before] | type[After], kind: F
                 try:
                     mortal.move()
                 except ProcessDied:
-                    mortal.ended = True
+                    mortal.has_left = True
                     fleet.join("heir")
                 except Exception:
-                    mortal.ended = True
+                    mortal.has_left = True
                     raise
             moves.append(1)
             assert len(moves) < 2000

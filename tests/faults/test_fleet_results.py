@@ -95,6 +95,26 @@ def test_a_result_of_a_member_without_the_lease_is_refused() -> None:
     assert_refused("unleased", lambda fleet, trainer, record, lease: honest(trainer, record, lease, member="y"))
 
 
+def test_a_result_of_an_excluded_member_is_refused_and_others_get_its_tasks() -> None:
+    def make(fleet: Fleet, trainer: Trainer, record: Round, lease: Lease) -> Rollouts:
+        trainer.steps.exclude("x", "its mismatch stands out")
+        trainer.steps.exclude("x", "again")
+        return honest(trainer, record, lease)
+
+    assert_refused("excluded", make)
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.open(1)
+        fleet.join("broken", "healthy")
+        trainer.steps.exclude("broken", "its mismatch stands out")
+        batch = trainer.collect(1)
+    assert {one.member for one in batch.results} == {"healthy"}
+    assert [event.fields for event in fleet.events if event.name == "member-excluded"] == [
+        {"member": "broken", "why": "its mismatch stands out"}
+    ]
+
+
 def test_a_result_by_a_version_that_does_not_exist_is_refused() -> None:
     def make(fleet: Fleet, trainer: Trainer, record: Round, lease: Lease) -> Rollouts:
         newest = trainer.steps.newest

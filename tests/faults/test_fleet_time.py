@@ -117,7 +117,7 @@ def test_the_age_of_an_object_is_bounded_by_what_the_trainer_saw() -> None:
     clock = FleetClock(lambda: time[0])
     clock.looked(clock.begin())
     assert clock.since(5e9) == clock.since(-5e9) == 100.0  # the trainer knows nothing about the store's clock yet
-    clock.wrote(5000.0)
+    clock.wrote(5000.0, 100.0)
     assert clock.since(4990.0) == 90.0  # an object that is seen for the first time is as old as the store says
     assert clock.since(5010.0) == 100.0
     time[0] = 110.0
@@ -125,7 +125,7 @@ def test_the_age_of_an_object_is_bounded_by_what_the_trainer_saw() -> None:
     time[0] = 111.0
     clock.looked(began)
     assert [clock.since(each) for each in (0.0, 4990.0, 5005.0, 5011.0, 9e9)] == [100.0, 100.0, 105.0, 111.0, 111.0]
-    clock.wrote(0.0)  # the store's clock was set back
+    clock.wrote(0.0, 111.0)  # the store's clock was set back
     time[0] = 120.0
     clock.looked(clock.begin())
     assert [clock.since(each) for each in (0.0, 5.0, 5020.0, -9e9)] == [111.0, 116.0, 120.0, 110.0]

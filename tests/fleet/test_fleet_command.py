@@ -78,6 +78,7 @@ def test_a_fleet_is_kept_running_and_ends_with_the_run(tmp_path: Path, run: Smal
     assert {event["member"] for event in events(log)} == {"local-0", "local-1"}
     assert all(event["time"] for event in events(log))
     assert {"swapped", "generated", "left"} <= {event["event"] for event in events(log)}
+    assert any(event["shared_bytes"] for event in events(log) if event["event"] == "synced")  # members of one command share files
     assert [event["member"] for event in _died(log)] == ["local-0"]
     assert sorted(event["member"] for event in events(log) if event["event"] == "member-left") == ["local-0", "local-1"]
 

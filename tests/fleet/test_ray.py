@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from deltawire.cli import app
 from deltawire.events import Event
 from deltawire.fleet.supervision import PermanentFailure
+from deltawire.rl import ray_members
 from deltawire.rl.member import MemberOptions
 from deltawire.rl.ray_members import RayCluster
 from deltawire.store import open_store
@@ -62,6 +63,12 @@ def connected(cluster: Any) -> Iterator[Any]:
     ray.init(cluster.address, log_to_driver=False)
     yield cluster
     ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _no_remarks_about_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no member say that it waits for a node just because this machine is busy."""
+    monkeypatch.setattr(ray_members, "_PATIENCE", 1800.0)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 
 from deltawire import Digest
 from deltawire.errors import CorruptRecord
+from deltawire.format.records.announcement_records import Announcement
 from deltawire.format.records.canary_records import CanaryRecord, RecordedTokens
 from deltawire.format.records.collection_records import Mark, Pin
 from deltawire.format.records.file_list import FileListRef
@@ -70,6 +71,7 @@ LISTED_SKIP = dataclasses.replace(SKIP, files=(), file_list=LISTED)
 CANARY = CanaryRecord(
     ID, ID, 1, CommitRef(8, HASH, DIGEST), (RecordedTokens((1, 2, 3), (4, 5), (-0.5, -1.25)), RecordedTokens((9,), (8,), (0.0,))), SIGNATURE
 )
+ANNOUNCEMENT = Announcement(ID, 3, 5, 8, CommitRef(7, OTHER, Digest()), DELTA.files, SIGNATURE)
 
 RECORDS = {
     "run": Run("my run", ID, 1, Limits(1, 2, 3)),
@@ -96,6 +98,8 @@ RECORDS = {
     "pin": Pin(ID, "host-1.reader_2", 9, 60),
     "head": Head(2**63 - 1),
     "canary": CANARY,
+    "announcement": ANNOUNCEMENT,
+    "announcement without files": dataclasses.replace(ANNOUNCEMENT, files=(), signature=None),
 }
 
 

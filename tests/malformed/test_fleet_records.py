@@ -11,7 +11,7 @@ import pytest
 from deltawire.errors import CorruptRecord, LimitExceeded, UnsupportedVersion
 from deltawire.format.records.fleet_files import Accepted, AcceptedResult, Tasks
 from deltawire.format.records.fleet_parts import ObjectRef
-from deltawire.format.records.member_records import Heartbeat, Lease
+from deltawire.format.records.member_records import MAX_FAILURES, MAX_GOODPUT, MAX_MILLISECONDS, Heartbeat, Lease, LinkReport
 from deltawire.format.records.record_parts import Signature
 from deltawire.format.records.trainer_records import BatchRecord, Board, Rejection, Round, Sampling
 
@@ -25,7 +25,11 @@ BOARD = Board(ID, 2, 12, 4, 60, {"gpu-7": ((7, 3, 2), (8, 0, 0)), "b": ()}, Fals
 ACCEPTED = Accepted(7, (AcceptedResult(0, 1, HASH, 99, "gpu-7"), AcceptedResult(2, 0, HASH, 98, "b")))
 REJECTION = Rejection(ID, 2, 5, 7, ((0, 1, HASH), (3, 0, HASH)), "its loss is not finite", 1)
 GOODBYE = replace(BEAT, state="left", working=(), reason="RewardError: it failed")
-RECORDS = [ROUND, LEASE, BATCH, REJECTION, BEAT, GOODBYE, BOARD, ACCEPTED]
+LINK = LinkReport(12_500_000, 80, 3)
+LINKED = replace(BEAT, link=LINK, behind_ms=1234)
+LINKED_GOODBYE = replace(GOODBYE, link=LinkReport(MAX_GOODPUT, MAX_MILLISECONDS, MAX_FAILURES), behind_ms=MAX_MILLISECONDS)
+ENGINED = replace(BEAT, engine="vllm 0.32.0+cpu")
+RECORDS = [ROUND, LEASE, BATCH, REJECTION, BEAT, GOODBYE, LINKED, LINKED_GOODBYE, ENGINED, BOARD, ACCEPTED]
 SIGNATURE = Signature("12" * 32, "34" * 64)
 SIGNED = [replace(record, signature=SIGNATURE) for record in (ROUND, BATCH, REJECTION, replace(BOARD, number=7))]
 
@@ -100,6 +104,30 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
     (GOODBYE, {"reason": "x" * 501}),
     (GOODBYE, {"version": 1}),
     (BEAT, {"version": 2}),
+    (BEAT, {"version": 3}),
+    (GOODBYE, {"version": 3}),
+    (LINKED, {"version": 1}),
+    (LINKED, {"version": 2}),
+    (LINKED, {"link": None, "behind_ms": None}),
+    (LINKED, {"link": LINK.plain() | {"goodput": MAX_GOODPUT + 1}}),
+    (LINKED, {"link": LINK.plain() | {"goodput": -1}}),
+    (LINKED, {"link": LINK.plain() | {"latency_ms": MAX_MILLISECONDS + 1}}),
+    (LINKED, {"link": LINK.plain() | {"latency_ms": "80"}}),
+    (LINKED, {"link": LINK.plain() | {"failures": None}}),
+    (LINKED, {"link": LINK.plain() | {"failures": MAX_FAILURES + 1}}),
+    (LINKED, {"link": LINK.plain() | {"streams": 4}}),
+    (LINKED, {"link": {"goodput": 1, "latency_ms": 1}}),
+    (LINKED, {"behind_ms": MAX_MILLISECONDS + 1}),
+    (LINKED, {"reason": ""}),
+    (LINKED, {"version": 4}),
+    (LINKED, {"engine": "vllm"}),
+    (ENGINED, {"version": 3}),
+    (ENGINED, {"engine": None}),
+    (ENGINED, {"engine": ""}),
+    (ENGINED, {"engine": "x" * 65}),
+    (ENGINED, {"engine": "\x1b[2J"}),
+    (ENGINED, {"reason": ""}),
+    (ENGINED, {"behind_ms": MAX_MILLISECONDS + 1}),
     (BEAT, {"state": "dead"}),
     (BEAT, {"seq": None}),
     (BEAT, {"working": [[7, 3]]}),
@@ -122,6 +150,24 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
 def test_a_record_that_contradicts_itself_is_refused(record: Any, changes: dict[str, Any]) -> None:
     with pytest.raises(CorruptRecord):
         type(record).parse(edited(record, **changes))
+
+
+@pytest.mark.parametrize(
+    ("beat", "version"),
+    [
+        (BEAT, 1),
+        (GOODBYE, 2),
+        (LINKED, 3),
+        (replace(BEAT, link=LINK), 3),
+        (replace(BEAT, behind_ms=0), 3),
+        (LINKED_GOODBYE, 3),
+        (ENGINED, 4),
+        (replace(LINKED_GOODBYE, engine="transformers"), 4),
+    ],
+)
+def test_a_heartbeat_has_the_lowest_version_that_can_hold_it(beat: Heartbeat, version: int) -> None:
+    assert json.loads(beat.to_bytes())["version"] == version
+    assert Heartbeat.parse(beat.to_bytes()) == beat
 
 
 def test_a_writer_refuses_what_a_reader_would() -> None:

@@ -13,6 +13,7 @@ from record_samples import (
     ANCHOR,
     ANCHOR_2,
     ANCHOR_SHORTCUT,
+    ANNOUNCEMENT,
     ATTACHED,
     CHECKPOINT,
     DELTA,
@@ -393,3 +394,21 @@ def never_misread(record, changed):
     except (CorruptRecord, UnsupportedVersion):
         return
     assert found.to_bytes() == changed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"base": CommitRef(8, OTHER, Digest())},
+        {"base": CommitRef(7, OTHER, None)},
+        {"seq": 9},
+        {"epoch": 4},
+        {"files": (data_file("model.safetensors"),)},
+        {"files": (segment(2, 2), segment(0, 1))},
+        {"files": (segment(0, 2), segment(1, 2))},
+        {"files": (segment(0, 0),)},
+    ],
+)
+def test_an_announcement_names_delta_files_of_its_own_epoch_and_number(change):
+    with pytest.raises(CorruptRecord):
+        dataclasses.replace(ANNOUNCEMENT, **change).to_bytes()

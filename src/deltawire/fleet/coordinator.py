@@ -79,6 +79,8 @@ class Coordinator:
         the same, leave it out of its batch with `reject`.
     background
         Whether a thread polls the fleet while the trainer trains.
+    meanwhile
+        Called by that thread before each poll, so that a trainer can call `published` and `open_round` while it trains. It must not raise.
     on_event
         Called with every event.
     store_options
@@ -99,6 +101,7 @@ class Coordinator:
         options: FleetOptions | None = None,
         training: TrainingLimits | None = None,
         background: bool = True,
+        meanwhile: Callable[[], None] | None = None,
         on_event: OnEvent | None = None,
         store_options: StoreOptions | None = None,
     ) -> None:
@@ -112,6 +115,7 @@ class Coordinator:
         self._scheduler = scheduler
         self._options = options or FleetOptions()
         self._training = training or TrainingLimits()
+        self._meanwhile = meanwhile
         self._on_event = on_event
         self._steps: CoordinatorSteps | None = None
         self._members: list[MemberStatus] = []
@@ -208,6 +212,19 @@ class Coordinator:
         """
         return self._run(lambda steps: steps.reject(batch, results, why))
 
+    def exclude(self, member: str, why: str) -> None:
+        """Offer a member nothing from now on, and refuse its results. It lasts until this coordinator is closed.
+
+        Parameters
+        ----------
+        member
+            The member's name.
+        why
+            The reason, for people.
+        """
+        with self._turn:
+            self._opened().exclude(member, why)
+
     def poll(self) -> None:
         """Look at the fleet once. Call it now and then during a long training step if `background` is False."""
         self._run(lambda steps: steps.poll())
@@ -282,6 +299,8 @@ class Coordinator:
     def _poll_in_background(self) -> None:
         """Poll in the background while rounds are open. Errors become events; the next call of the trainer meets them again."""
         while not self._closing.wait(self._options.poll_seconds):
+            if self._meanwhile is not None:
+                self._meanwhile()
             if not self._turn.acquire(timeout=self._options.poll_seconds):
                 continue  # the thread that has it polls, or closes in a signal handler and waits for this thread
             try:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..chain.version import Version
 from ..format.records.fleet_files import Row
 from ..format.records.trainer_records import Sampling
+from ..format.routing import RecordedExperts
 
 Stop: TypeAlias = Callable[[], bool]
 """Called now and then during generation. It returns true when generation must stop."""
@@ -63,12 +64,15 @@ class Generated:
         The versions that made the tokens, from the first token to the last.
     finished
         Whether the completion ended by itself, and not at the limit of tokens.
+    routing
+        The experts that processed the tokens; None if the engine did not record them.
     """
 
     tokens: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     spans: tuple[GeneratedSpan, ...]
     finished: bool
+    routing: RecordedExperts | None = None
 
 
 class Generator(Protocol):

@@ -1,7 +1,7 @@
-"""A member of the fleet in a process: an engine, rewards, a heartbeat, and the steps of a member.
+"""A member of the fleet in a process: an engine, rewards, and the steps of a member.
 
-The steps run on a thread of their own, so that leaving never waits for a store that does not answer. `member_steps` decides what to do;
-this module does what the steps ask for.
+Claiming, each task that the engine works on, uploading and heartbeats have a thread each. So the engine never waits for the store, and
+leaving never waits for a store that does not answer. The steps decide what to do; this module does what they ask for.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ from ..errors import DeltawireError, EngineError, EngineUnavailable, RewardError
 from ..events import OnEvent, emit, with_fields
 from ..format.records.fleet_files import Row
 from ..format.records.fleet_parts import AttemptId
+from ..format.records.member_records import ENGINE
 from ..format.records.trainer_records import Sampling
 from ..format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from ..store.base import Store
 from ..store.fleet_keys import member_key
 from .fleet_keyring import FleetKeyring
 from .generation import Generated, Generator, Interrupted
+from .member_link import MemberLink
+from .member_routing import join_routing
 from .rules.staleness import KnownVersion
 from .rules.training_limits import LARGEST_REWARD
+from .steps.claim_steps import claim_steps
 from .steps.member_state import MemberState, heartbeat_steps, leave_steps
-from .steps.member_steps import TaskFailed, member_steps
 from .steps.requests import FindVersion, Generate, Steps, Sync, run_steps
+from .steps.work_steps import TaskFailed, upload_steps, work_steps
 
 _LOOK = 0.02
 _SHORTEST_BEAT = 1.0
@@ -59,6 +63,8 @@ class Score(Protocol):
 class Member:
     """Takes part in a run: it follows the policy, leases tasks, generates, scores and uploads.
 
+    The member leases the next task while the engine works, and uploads results beside the work on the next task.
+
     Events: "joined", "generating", "generated", "work-failed", "left", and those of the steps.
 
     Parameters
@@ -73,8 +79,10 @@ class Member:
         The member's name. No other member of the run may have it.
     options
         Which chain the member accepts.
+    tasks
+        How many tasks the engine works on at the same time. With more than 1, several threads call the generator at once.
     poll
-        Seconds between two looks at the board.
+        Seconds between two looks at the board. If the store can wait for a change, the member sees a new board at once.
     patience
         How many seconds to wait, before each task, for a version that the trainer has published.
     grace
@@ -93,6 +101,7 @@ class Member:
         *,
         name: str,
         options: ReaderOptions | None = None,
+        tasks: int = 1,
         poll: float = 0.5,
         patience: float = 1.0,
         grace: float = 5.0,
@@ -100,11 +109,14 @@ class Member:
         on_event: OnEvent | None = None,
     ) -> None:
         member_key(name)  # raises ValueError for a name that no member can have
+        if tasks < 1:
+            raise ValueError(f"a member works on at least 1 task, not {tasks}")
         self._store = store
         self._generator = generator
         self._score = score
         self._name = name
         self._log = (options or ReaderOptions()).open_log(store)
+        self._tasks = tasks
         self._poll = poll
         self._patience = patience
         self._grace = grace
@@ -113,7 +125,8 @@ class Member:
         self._failures = 0
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        self._synced = 0.0
+        self._of_thread = threading.local()
+        self._link = MemberLink(store, clock)
 
     def run(self, stop: threading.Event) -> None:
         """Work until `stop` is set or the trainer ends the run; then leave. Raises errors that are not retryable.
@@ -131,15 +144,18 @@ class Member:
             return
         emit(self._on_event, "joined", member=self._name, rewards=", ".join(self._score.names))
         beat = self._thread("heartbeat", lambda: heartbeat_steps(state), lambda seconds: self._wait_for_heartbeat(state, seconds))
-        work = self._thread("work", lambda: member_steps(state))
+        claim = self._thread("claim", lambda: claim_steps(state))
+        others = [self._thread("upload", lambda: upload_steps(state))]
+        others += [self._thread(f"work-{number}", lambda: work_steps(state)) for number in range(self._tasks)]
         try:
-            while work.is_alive() and self._error is None and not stop.is_set():
+            while claim.is_alive() and self._error is None and not stop.is_set():
                 stop.wait(_LOOK)
         finally:
-            state.leaving = True
             self._stop.set()
+            state.leave()
             deadline = time.monotonic() + self._grace
-            work.join(self._grace)
+            for thread in (claim, *others):
+                thread.join(max(0.0, deadline - time.monotonic()))
             if self._error is not None:
                 state.leave_because(self._error)
             state.left = True
@@ -169,19 +185,27 @@ class Member:
             draw_nonce=lambda: secrets.token_hex(16),
             clock=lambda: max(0, int(self._clock() * 1000)),
             draw=random.random,
+            slots=self._tasks,
             poll_seconds=self._poll,
             on_event=self._on_event,
             keyring=FleetKeyring(trusted_keys=self._log.trusted_keys),
+            measure=self._link.report,
+            engine=_engine_of(self._generator),
         )
 
     def _wait(self, seconds: float) -> None:
         self._stop.wait(seconds)
 
     def _wait_for_heartbeat(self, state: MemberState, seconds: float) -> None:
-        """Wait between two heartbeats: for less time if leases are short, or if the state has changed."""
+        """Wait between two heartbeats: for less time if leases are short, if the state has changed, or if the engine has a new version."""
         started = time.monotonic()
         while not self._stop.is_set():
             passed = time.monotonic() - started
+            version = self._generator.version
+            self._link.saw(version)
+            if version is not None and version.step is not None and (state.policy is None or state.policy.seq != version.seq):
+                state.policy = KnownVersion(version.seq, version.step, version.digest)
+                return  # the trainer makes offers by the version that the heartbeat names
             if passed >= min(seconds, state.lease_seconds / 4) or (passed >= _SHORTEST_BEAT and state.has_news):
                 return
             self._stop.wait(_LOOK)
@@ -230,7 +254,7 @@ class Member:
             if (version is not None and _step(version) >= step) or time.monotonic() - started > self._patience:
                 break
             self._stop.wait(_LOOK)
-        self._synced = time.monotonic() - started
+        self._of_thread.synced = time.monotonic() - started
         version = self._generator.version
         return None if version is None else KnownVersion(version.seq, _step(version), version.digest)
 
@@ -255,18 +279,21 @@ class Member:
             raise RewardError(f"there are {len(rewards)} rewards for {len(made)} completions.")
         if any(reward is not None and not abs(reward) <= LARGEST_REWARD for each in rewards for reward in each):  # NaN compares false
             raise RewardError(f"a reward is not a number from {-LARGEST_REWARD:g} to {LARGEST_REWARD:g}.")
-        seconds = {"sync": self._synced, "generate": generated - start, "score": scored - generated}
+        seconds = {"sync": getattr(self._of_thread, "synced", 0.0), "generate": generated - start, "score": scored - generated}
         emit(self._on_event, "generated", round=attempt.round, task=attempt.task, tokens=sum(map(len, tokens)), seconds=scored - start)
+        whole = tuple(np.array(prompt, np.int32) for prompt in prompts)
+        completions = tuple(_completion(index // sampling.samples, each, rewards[index]) for index, each in enumerate(made))
         return Rollouts(
             self._log.run.id,
             *attempt,
             member=lease.member,
             nonce=lease.nonce,
-            prompts=tuple(np.array(prompt, np.int32) for prompt in prompts),
-            completions=tuple(_completion(index // sampling.samples, each, rewards[index]) for index, each in enumerate(made)),
+            prompts=whole,
+            completions=completions,
             reward_names=self._score.names,
             versions={span.version.seq: ClaimedVersion(_step(span.version), span.version.digest) for each in made for span in each.spans},
             seconds=seconds,
+            routing=join_routing(whole, completions, [each.routing for each in made], on_event=self._on_event),
         )
 
 
@@ -311,3 +338,9 @@ def _seed(seed: int, attempt: AttemptId) -> int:
     """Return a seed that differs for every attempt at every task, and does not depend on the member."""
     text = "/".join(map(str, (seed, *attempt)))
     return int.from_bytes(blake3(text.encode()).digest()[:6], "little")
+
+
+def _engine_of(generator: Generator) -> str | None:
+    """Return the name of a generator's engine, if it has one that a heartbeat can hold."""
+    name = getattr(generator, "engine", None)
+    return name if isinstance(name, str) and ENGINE.fullmatch(name) else None

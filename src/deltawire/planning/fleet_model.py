@@ -153,13 +153,15 @@ class _Model:
         for one in self._members.values():
             one.offers = []
             holding[one.name] = one.works_on is not None
+        later = sum(len(found.open) for found in self._rounds.values())
         for step, found in sorted(self._rounds.items()):
             tasks = list(found.open.values())
+            later -= len(tasks)
             members = [
                 Candidate(one.name, self._has[one.region], holding[one.name], *(2 * (one.since if one.works_on else None,)))
                 for one in self._members.values()
             ]
-            chosen = self._scheduler.offers(tasks, members, oldest_step=self._budget.oldest_step(step), now=self.now)
+            chosen = self._scheduler.offers(tasks, members, oldest_step=self._budget.oldest_step(step), now=self.now, later=later)
             for task in tasks:
                 name = chosen.get(task.task)
                 offered_at = task.offered_at if name == task.offered_to else self.now

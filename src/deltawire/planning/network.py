@@ -51,7 +51,8 @@ class Network:
     streams
         How many transfers each reader runs at the same time. None: as many as are best for the link.
     cut_through
-        Readers fetch the files of a version while the trainer still encodes others.
+        Readers and relays fetch the files of a version while the trainer still encodes others. Otherwise they wait for the commit. None:
+        as publishers do, which announce files if the trainer has one GPU, and do not if several ranks publish together.
     poll_seconds
         Seconds between two looks of a reader for a new version.
     model
@@ -62,7 +63,7 @@ class Network:
     local: Link = field(default_factory=lambda: Link(10e9, 0.001))
     relays: bool = True
     streams: int | None = None
-    cut_through: bool = False
+    cut_through: bool | None = None
     poll_seconds: float = 1.0
     model: LinkModel = CALIBRATED
 
@@ -152,7 +153,8 @@ def _arrival(network: Network, region: Region, shipment: Shipment) -> Arrival:
     if network.cut_through:
         stages = [shipment.encode_seconds, upload, crossing, local, shipment.decode_seconds]
         longest = max(stages)
-        behind = longest + (sum(stages) - longest) / shipment.objects + region.link.rtt
+        # The last file passes the other stages after the longest one. Each reader on the way notices files and commits by looking.
+        behind = longest + (sum(stages) - longest) / shipment.objects + look * (2 if network.relays else 1) + region.link.rtt
     else:
         # Files are uploaded while others are encoded, and decoded while others are fetched.
         behind = max(shipment.encode_seconds, upload) + look

@@ -16,6 +16,8 @@ from deltawire.fleet.rules.training_limits import LARGEST_REWARD, TrainingLimits
 from deltawire.format.records.fleet_files import AcceptedResult
 from deltawire.format.records.fleet_parts import ObjectRef
 from deltawire.format.records.member_records import Lease
+from deltawire.format.rollouts import sequences_of
+from deltawire.format.routing import Routing, RoutingLayout
 from deltawire.store.fleet_keys import RolloutKey
 
 RUN, NONCE, HASH = "ab" * 16, "cd" * 16, "ef" * 32
@@ -164,6 +166,31 @@ def changed(**changes: Any) -> Rollouts:
 def test_results_that_a_model_cannot_be_trained_on_give_a_reason(rollouts: Rollouts, why: str | None) -> None:
     found = why_untrainable(rollouts, TrainingLimits(vocabulary=100, positions=10))
     assert (found is None) if why is None else why in (found or "")
+
+
+def test_routed_experts_must_be_those_of_the_trainers_model() -> None:
+    layout = RoutingLayout(8, 2, (1, 2))
+    routed = replace(GOOD, routing=Routing.encode(layout, sequences_of(GOOD.prompts, GOOD.completions), [None] * len(GOOD.completions)))
+    for limits in (TrainingLimits(), TrainingLimits(routers=layout)):
+        assert why_untrainable(routed, limits) is None
+        assert why_untrainable(GOOD, limits) is None
+    for other in (RoutingLayout(16, 2, (1, 2)), RoutingLayout(8, 3, (1, 2)), RoutingLayout(8, 2, (0, 1)), RoutingLayout(8, 2, (1,))):
+        assert "another model" in (why_untrainable(routed, TrainingLimits(routers=other)) or "")
+
+
+def test_the_largest_size_of_a_result_has_room_for_any_routing() -> None:
+    chance = np.random.default_rng(0)
+    for experts, top_k, layers in ((8, 2, 2), (128, 8, 40), (1024, 32, 3)):
+        layout = RoutingLayout(experts, top_k, tuple(range(layers)))
+        sequences = sequences_of(GOOD.prompts, GOOD.completions)
+        rows = np.argsort(chance.random((len(sequences.tokens), layers, experts)), -1)[..., :top_k]
+        rows[chance.random(rows.shape[:2]) < 0.5] = -1
+        routing = Routing.encode(layout, sequences, np.split(rows, sequences.starts[1:-1]))
+        demand = replace(DEMAND, prompt_ids=[prompt.tolist() for prompt in GOOD.prompts])
+        most, with_routing = most_bytes(demand), most_bytes(replace(demand, routers=layout))
+        assert most is not None
+        assert with_routing is not None
+        assert routing.nbytes <= with_routing - most
 
 
 def test_a_result_has_the_prompts_of_its_task() -> None:

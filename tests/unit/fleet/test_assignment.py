@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.fleet.rules.assignment import divide_work, largest_remainders
+from deltawire.fleet.rules.assignment import divide_tasks, divide_work
 
 WEIGHTS = st.floats(1e-3, 1e3)
 MEMBERS = st.lists(st.tuples(WEIGHTS, st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12)
@@ -41,14 +41,17 @@ def test_all_work_that_fits_is_given_out_and_no_other_member_has_less_per_weight
         assert x > room - 1e-6 or height >= highest - 1e-6 * max(1.0, highest)
 
 
-@given(st.integers(0, 500), st.lists(WEIGHTS, min_size=1, max_size=12))
-def test_whole_shares_sum_up_and_are_within_one_task_of_the_exact_ones(total: int, weights: list[float]) -> None:
-    wanted = [total * weight / sum(weights) for weight in weights]
-    counts = largest_remainders(total, wanted)
-    assert sum(counts) == total
-    assert all(abs(count - exact) < 1 + 1e-6 for count, exact in zip(counts, wanted, strict=True))
+@given(st.integers(0, 200), MEMBERS)
+def test_whole_tasks_are_divided_so_that_the_last_is_done_as_early_as_possible(total: int, members: list[tuple[float, int, int]]) -> None:
+    weights, held, rooms = ([float(one[i]) for one in members] for i in range(3))
+    counts = divide_tasks(total, weights, held, rooms)
+    assert sum(counts) == min(total, sum(rooms))
+    assert all(0 <= count <= room for count, room in zip(counts, rooms, strict=True))
+    last = max(((h + x) / w for w, h, x in zip(weights, held, counts, strict=True) if x), default=0.0)
+    for weight, before, count, room in zip(weights, held, counts, rooms, strict=True):
+        assert count == room or (before + count + 1) / weight >= last * (1 - 1e-9)  # it could not have done the last task earlier
 
 
-def test_leftover_tasks_go_to_the_largest_remainders() -> None:
-    assert largest_remainders(10, [3.2, 3.9, 2.9]) == [3, 4, 3]
-    assert largest_remainders(2, [0.5, 0.5, 1.0]) == [1, 0, 1]
+def test_ties_go_to_the_first_member() -> None:
+    assert divide_tasks(5, [1, 1], [0, 0], [9, 9]) == [3, 2]
+    assert divide_tasks(3, [1, 4], [0, 0], [9, 9]) == [0, 3]

@@ -27,10 +27,11 @@ from deltawire.cli.output.fleet_table import short_name
 from deltawire.fleet.fleet_keyring import FleetKeyring
 from deltawire.format.records.fleet_files import Accepted, AcceptedResult
 from deltawire.format.records.fleet_parts import ObjectRef
-from deltawire.format.records.member_records import Heartbeat
+from deltawire.format.records.member_records import Heartbeat, LinkReport
 from deltawire.format.records.signing import SigningKey
 from deltawire.format.records.trainer_records import BatchRecord, Board, Rejection, Round, Sampling
-from deltawire.format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
+from deltawire.format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan, sequences_of
+from deltawire.format.routing import Routing, RoutingLayout
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import Store, fleet_keys, open_store
 
@@ -60,6 +61,8 @@ class Run:
         for name, state in zip(NAMES, ("working", "left"), strict=True):
             reason = "RewardError: \x1b[2J it failed\u202e " + "again and " * 20 if state == "left" else None
             beat = Heartbeat(self.id, name, NONCE, state, 1, 4, 2, 123_456, 60_000, ((1, 0, 0),), 0, reason)
+            if state == "working":
+                beat = replace(beat, link=LinkReport(12_500_000, 81, 3), behind_ms=2340)
             self.store.put(fleet_keys.member_key(name), beat.to_bytes())
         self.store.put(fleet_keys.member_key("liar"), b"{}")
         self.rounds = [self.round(number, for_step) for number, for_step in ((0, 5), (1, 6))]
@@ -98,6 +101,9 @@ class Run:
         made = Rollouts(
             self.id, number, task, 0, member, NONCE, prompts, tuple(map(completion, texts)), ("right", "\x1b[31mform"), {seq: version}
         )
+        if (number, task) == (0, 1):
+            experts = [np.full((len(each) + 2, 3, 2), -1) for each in texts]
+            made = replace(made, routing=Routing.encode(RoutingLayout(8, 2, (0, 1, 2)), sequences_of(prompts, made.completions), experts))
         data = made.to_bytes()
         digest = blake3(data).hexdigest()
         self.store.put(fleet_keys.rollout_key(fleet_keys.RolloutKey(number, task, 0, digest)), data)
@@ -138,7 +144,17 @@ def test_members_are_listed_with_what_they_do(run: Run) -> None:
     assert found["gpu-7"]["tokens_per_second"] == 2057.6
     assert (found["gpu-7"]["behind"], found["gpu-7"]["silent"]) == (2, False)
     assert found["gpu-7"]["reason"] is None
+    assert found["gpu-7"]["update_seconds"] == 2.34
+    assert found["gpu-7"]["link"] == {"bytes_per_second": 12_500_000, "latency_ms": 81, "failures": 3}
+    assert found[NAMES[1]]["link"] is found[NAMES[1]]["update_seconds"] is None
     assert found[NAMES[1]]["reason"].startswith("RewardError")
+
+
+def test_a_wide_terminal_shows_the_links_of_members(run: Run) -> None:
+    done = CliRunner(env={"COLUMNS": "160"}).invoke(app, ["members", run.url])
+    titles, *lines = done.stdout.splitlines()[1:]
+    assert re.sub(" +", " ", titles) == "member state step behind update link latency works on tokens tokens/s heard"
+    assert "2.3 s  12.5 MB/s    81 ms" in next(line for line in lines if line.startswith("gpu-7"))
 
 
 def test_rollouts_are_shown_as_text_with_rewards_and_the_steps_of_their_versions(run: Run) -> None:
@@ -154,6 +170,12 @@ def test_rollouts_are_shown_as_text_with_rewards_and_the_steps_of_their_versions
     assert "right 1  �[31mform –  3 tokens, cut off" in text
     assert "    �[2Jdanger� �gnp line\n    break" in text
     assert len(re.findall(r"^  prompt$", text, re.MULTILINE)) == 3
+    assert text.count("bytes/token") == 1
+    routed = [each["routing"] for each in as_json("rollouts", run.url)["rollouts"]]
+    assert sorted(map(bool, routed)) == [False, False, False, True]
+    (facts,) = filter(None, routed)
+    assert (facts["experts"], facts["top_k"], facts["layers"], facts["broken_rows"]) == (8, 2, [0, 1, 2], 0)
+    assert facts["bytes_per_token"] == round(facts["bytes"] / 3, 2)
     only = as_json("rollouts", run.url, "--step", "5", "--member", "gpu-7", "-n", "1")["rollouts"]
     assert [(each["state"], each["completion"], each["tokens"], each["rewards"]) for each in only] == [
         ("accepted", "one two", [0, 1], {"right": 1.0, "\x1b[31mform": None})

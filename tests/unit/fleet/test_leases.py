@@ -100,3 +100,22 @@ def test_when_all_leases_of_a_task_are_taken_every_offer_is_a_free_attempt_of_it
         task.leases[task.next_attempt()] = HeldLease(LEASE, 0, 0)
         assert first <= task.next_attempt() < fleet_parts.MOST_ATTEMPTS
     assert task.is_free
+
+
+def test_a_lease_that_heartbeats_no_longer_name_ends_at_the_next_look() -> None:
+    made = roster(BEAT, 110)
+    made.heard("a", replace(BEAT, working=()), 120, 120, 120)
+    assert made.is_lease_alive(LEASE, 100, 120, 60)  # the listing of results may be older than the heartbeat
+    assert not made.is_lease_alive(LEASE, 100, 121, 60)
+    made.heard("a", replace(BEAT, working=(), tokens=1), 130, 130, 130)
+    assert not made.is_lease_alive(LEASE, 100, 131, 60)
+    made.heard("a", BEAT, 140, 140, 140)  # an old heartbeat had arrived late
+    assert made.is_lease_alive(LEASE, 100, 141, 60)
+
+
+def test_a_roster_remembers_a_bounded_number_of_dropped_leases() -> None:
+    made = roster(BEAT, 100)
+    for number in range(300):
+        made.heard("a", replace(BEAT, working=((8, number, 0),)), 101 + number, 101 + number, 101 + number)
+    assert len(made._entries["a"].dropped) == 64
+    assert not made.is_lease_alive(replace(LEASE, round=8, task=298), 100, 402, 1000)

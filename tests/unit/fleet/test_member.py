@@ -28,6 +28,7 @@ from deltawire.format.records.fleet_parts import ObjectRef
 from deltawire.format.records.member_records import Heartbeat, Lease
 from deltawire.format.records.signing import SigningKey
 from deltawire.format.records.trainer_records import Round
+from deltawire.format.routing import RecordedExperts, RoutingLayout
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.rl import member as rl_member
 from deltawire.rl.member import MemberOptions, RewardScorer, parse_engine
@@ -46,6 +47,7 @@ class FakeGenerator:
         self.next: Version | None = None
         self.problem: Exception | None = None
         self.failure: Exception | None = None
+        self.routing: RecordedExperts | None = None
 
     def start(self) -> None:
         pass
@@ -61,7 +63,7 @@ class FakeGenerator:
             raise self.failure
         assert self.version is not None
         spans = (GeneratedSpan(0, 1, self.version), GeneratedSpan(1, 2, self.next or self.version))
-        made = Generated(np.array([1, 2], np.int32), np.array([-1, -2], np.float32), spans, True)
+        made = Generated(np.array([1, 2], np.int32), np.array([-1, -2], np.float32), spans, True, self.routing)
         return [made] * (len(prompts) * sampling.samples)
 
     def close(self) -> None:
@@ -114,6 +116,38 @@ def test_rollouts_name_every_version_that_made_tokens(member: Member, publisher:
     assert made.reward_names == ("reward",)
     assert [one.rewards for one in made.completions] == [(5.0,), (5.0,)]
     assert type(made).parse(made.to_bytes()).tokens == 4
+
+
+def test_recorded_experts_are_part_of_the_result(store: Store, publisher: Publisher, engine: FakeGenerator) -> None:
+    events: list[Event] = []
+    member = Member(store, engine, RewardScorer([reward]), name="m", patience=0.0, on_event=events.append)
+    engine.version = publish(publisher, 3)
+    layout = RoutingLayout(4, 2, (0, 2))
+    experts = np.array([[[0, 1], [2, 3]], [[3, 1], [0, 0]], [[1, 2], [1, 3]], [[-1, -1], [-1, -1]]])
+    engine.routing = RecordedExperts(layout, experts)
+    made = member._perform(work(5, 3))
+    assert made.routing is not None
+    assert made.routing.broken == 2  # one row of each completion
+    back = type(made).parse(made.to_bytes())
+    experts[1, 1] = -1
+    assert [one.experts.tolist() for one in back.completions] == [np.sort(experts, -1).tolist()] * 2
+    assert [(event.name, event.fields["rows"], event.fields["of"]) for event in events if event.name.startswith("routing")] == [
+        ("routing-broken", 2, 16)
+    ]
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 2), (4, 1, 2), (4, 2, 3)])
+def test_experts_that_do_not_fit_are_left_out_of_the_result(
+    store: Store, publisher: Publisher, engine: FakeGenerator, shape: tuple[int, ...]
+) -> None:
+    events: list[Event] = []
+    member = Member(store, engine, RewardScorer([reward]), name="m", patience=0.0, on_event=events.append)
+    engine.version = publish(publisher, 3)
+    engine.routing = RecordedExperts(RoutingLayout(4, 2, (0, 2)), np.zeros(shape, np.int64))
+    made = member._perform(work(5, 3))
+    assert made.routing is None
+    assert made.completions[0].experts is None
+    assert "routing-unusable" in [event.name for event in events]
 
 
 @pytest.mark.parametrize("step", [2, 6])
@@ -216,12 +250,28 @@ def test_a_heartbeat_soon_names_a_change_of_what_a_member_works_on(
         assert (beat.state, beat.working) == (said, () if working is None else (working,))
 
 
+def test_heartbeats_say_how_long_updates_take(store: Store, publisher: Publisher, engine: FakeGenerator) -> None:
+    times = iter([0.0])
+    engine.version = publish(publisher, 0)
+    member = Member(store, engine, RewardScorer([reward]), name="m", clock=lambda: next(times, engine.version.time + 1.5))  # type: ignore[union-attr]
+    state = member._state(NONCE)
+    for step in (1, 2):
+        member._link.saw(engine.version)
+        engine.version = publish(publisher, step)
+    member._wait_for_heartbeat(state, 0.0)
+    run_steps(write_heartbeat(state), store)
+    beat = Heartbeat.parse(store.get(member_key("m"), limit=4096))
+    assert (beat.link, beat.behind_ms) == (None, 1500)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         MemberOptions("s3://bucket/run", "transformers", ("a:b",), "m"),
         MemberOptions("store", "vllm=http://127.0.0.1:8000", ("a:b",), "m", kv_cache="mark", canary="recorded"),
         MemberOptions("store", "transformers", ("a:b",), "m", store=StoreOptions(max_rate=1.25e6, max_requests=2.5)),
+        MemberOptions("store", "transformers", ("a:b",), "m", host_cache="auto"),
+        MemberOptions("store", "transformers", ("a:b",), "m", relays=("copy", "s3://bucket/copy"), find_relays=True),
         MemberOptions("store", "vllm=http://127.0.0.1:8000", ("a:b", "c:d"), "m", "cuda:1", "mirror", ("0" * 64, "1" * 64), 0.25, "prod"),
     ],
 )

@@ -114,6 +114,17 @@ def test_cut_through_comes_near_the_slowest_stage() -> None:
     assert slowest <= cut.worst.behind < 1.1 * slowest < whole.worst.behind
 
 
+@pytest.mark.parametrize(("gpus", "given", "expected"), [(1, None, True), (8, None, False), (1, False, False), (8, True, True)])
+def test_cut_through_is_assumed_if_one_process_publishes(gpus: int, given: bool | None, expected: bool) -> None:
+    fleet = FleetShape(trainer_gpus=gpus)
+    found = plan(Workload.of_model(8e9), network(cut_through=given), fleet, seed=None)
+    assert found.network.cut_through is expected
+    assert found.as_json()["network"]["cut_through"] is expected
+    without = plan(Workload.of_model(8e9), network(cut_through=False), fleet, seed=None)
+    behind = [report.method(DELTAWIRE).worst.behind for report in (found, without)]
+    assert (behind[0] < behind[1]) is expected
+
+
 def test_a_link_never_carries_more_than_its_rate() -> None:
     for method in plan(Workload.of_model(1e12, "fp8"), network(members=64), seed=None).methods:
         for limit in method.limits:

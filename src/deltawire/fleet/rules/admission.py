@@ -12,6 +12,7 @@ The first valid result of a task is accepted. Every other result is refused for 
     wrong-digest   it was made by other weights than the chain has under that version
     stale          some of its tokens were made by a version that is too old
     untrainable    training could not use it, or training on it failed
+    excluded       the trainer has excluded its member
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from ...format.records.fleet_files import AcceptedResult
 from ...format.records.member_records import Lease
 from ...format.records.trainer_records import Round
 from ...format.rollouts import Rollouts
+from ...format.routing import RoutingLayout, most_routing_bytes
 from ...store.fleet_keys import FIRST_FREE_ATTEMPT, RolloutKey
 from .staleness import KnownVersion, StalenessBudget
 
 Reason: TypeAlias = Literal[
-    "malformed", "wrong-run", "unleased", "duplicate", "late", "future", "abandoned", "wrong-digest", "stale", "untrainable"
+    "malformed", "wrong-run", "unleased", "duplicate", "late", "future", "abandoned", "wrong-digest", "stale", "untrainable", "excluded"
 ]
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
@@ -63,6 +65,8 @@ class Demand:
         The token ids of the prompts; None if the trainer has no tokenizer.
     environment_tokens
         How many tokens that the policy did not draw a completion may have.
+    routers
+        The routers of the trainer's model; None if it has none, or they are not known.
     """
 
     round: Round
@@ -70,6 +74,7 @@ class Demand:
     budget: StalenessBudget
     prompt_ids: Sequence[Sequence[int]] | None = None
     environment_tokens: int = 0
+    routers: RoutingLayout | None = None
 
 
 def most_bytes(demand: Demand) -> int | None:
@@ -79,7 +84,8 @@ def most_bytes(demand: Demand) -> int | None:
     completions = demand.prompts * demand.round.samples
     tokens = completions * (demand.round.sampling.max_tokens + demand.environment_tokens)
     prompts = sum(len(prompt) for prompt in demand.prompt_ids)
-    return _BYTES_PER_HEADER + prompts * 4 + demand.prompts * 4 + tokens * _BYTES_PER_TOKEN + completions * _BYTES_PER_COMPLETION
+    routing = 0 if demand.routers is None else most_routing_bytes(demand.routers, tokens + prompts * demand.round.samples, completions)
+    return _BYTES_PER_HEADER + prompts * 4 + demand.prompts * 4 + tokens * _BYTES_PER_TOKEN + completions * _BYTES_PER_COMPLETION + routing
 
 
 def judge_key(key: RolloutKey, accepted: AcceptedResult | None, *, closed: bool) -> Reason | None:

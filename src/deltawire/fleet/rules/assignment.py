@@ -1,7 +1,8 @@
-"""How open tasks are divided: how many each member gets, in proportion to its speed, and which."""
+"""How open tasks are divided: how many each member gets, so that all are done early, and which."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -66,21 +67,40 @@ def divide_work(total: float, weights: Sequence[float], held: Sequence[float], r
     return [min(max(0.0, level * w - h), max(0.0, room)) for w, h, room in zip(weights, held, rooms, strict=True)]
 
 
-def largest_remainders(total: int, wanted: Sequence[float]) -> list[int]:
-    """Round to whole numbers that sum up to `total`, each within one of `wanted`. Ties go to the first.
+def divide_tasks(total: int, weights: Sequence[float], held: Sequence[float], rooms: Sequence[float]) -> list[int]:
+    """Divide whole tasks so that the last of them is done as early as possible: each goes to the member that would finish it first.
+
+    A member finishes its n-th further task at (held + n) / weight. Ties go to the first member. Tasks that no member has room for are not
+    given out.
 
     Parameters
     ----------
     total
-        The sum of the result.
-    wanted
-        The numbers to round. They sum up to about `total`.
+        How many tasks there are.
+    weights
+        The speed of each member, above 0.
+    held
+        How much work each member has to do before.
+    rooms
+        How many more tasks each member may get at most.
     """
-    counts = [math.floor(x + 1e-9) for x in wanted]
-    order = sorted(range(len(wanted)), key=lambda index: counts[index] - wanted[index])
-    missing = total - sum(counts)
-    for index in order[:missing] if missing >= 0 else order[missing:]:
-        counts[index] += 1 if missing > 0 else -1
+    # No member gets fewer whole tasks than the whole part of what it would get of tasks that can be cut.
+    counts = [max(0, math.floor(share - 1e-9)) for share in divide_work(total, weights, held, rooms)]
+    turns = [
+        ((before + count + 1) / weight, index)
+        for index, (weight, before, count, room) in enumerate(zip(weights, held, counts, rooms, strict=True))
+        if count + 1 <= room
+    ]
+    heapq.heapify(turns)
+    for _ in range(total - sum(counts)):
+        if not turns:
+            break
+        _, index = turns[0]
+        counts[index] += 1
+        if counts[index] + 1 <= rooms[index]:
+            heapq.heapreplace(turns, ((held[index] + counts[index] + 1) / weights[index], index))
+        else:
+            heapq.heappop(turns)
     return counts
 
 

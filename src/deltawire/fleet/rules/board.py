@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from zlib import crc32
 
 from ...format.records.fleet_parts import AttemptId
+from ...format.records.member_records import Heartbeat
 from ...format.records.trainer_records import Board
 from .assignment import OpenTask
 from .roster import Roster
-from .round_state import RoundState
+from .round_state import HeldLease, RoundState
 from .scheduler import Candidate, Scheduler
 from .staleness import KnownVersion
 
@@ -36,6 +38,7 @@ def build_board(
     lease_seconds: int,
     now: float,
     stop: bool,
+    excluded: Collection[str] = (),
 ) -> Board:
     """Return the board as it should be now. The rounds remember to which members their tasks are offered.
 
@@ -63,8 +66,11 @@ def build_board(
         The time of the fleet clock.
     stop
         Tells all members to leave.
+    excluded
+        Members that are offered nothing.
     """
-    alive = roster.alive(now, lease_seconds)
+    alive = {member: beat for member, beat in roster.alive(now, lease_seconds).items() if member not in excluded}
+    alive = _with_expected_versions(alive, roster, scheduler, newest, lease_seconds, now)
     scheduler.note_alive(alive.keys(), now)
     unsettled = sorted((one for one in rounds if one.is_accepting and not one.settled), key=lambda one: one.record.for_step)
     surveys = [(one, *one.survey(roster, scheduler, now)) for one in unsettled]
@@ -77,13 +83,18 @@ def build_board(
             holding[one.lease.member] += 1
             since[one.lease.member] = min(one.since, since.get(one.lease.member, one.since))
             latest[one.lease.member] = max(one.since, latest.get(one.lease.member, one.since))
+    if surveys and not stop:
+        _offer_late_tasks(surveys, roster, scheduler, alive, holding, newest_open, now)
     offers = _Offers()
+    later = sum(len(opened) for state, opened, _ in surveys if state.record.for_step <= newest_open)
     for state, opened, _ in surveys:
         if stop or state.record.for_step > newest_open:
             state.offer({}, now)
             continue
-        members = [Candidate(name, beat.step, holding[name], since.get(name), latest.get(name)) for name, beat in sorted(alive.items())]
-        chosen = scheduler.offers(opened, members, oldest_step=state.record.oldest_step, now=now)
+        ready = _without_members_for_later(state, surveys, roster, scheduler, alive, newest_open, lease_seconds, now)
+        members = [Candidate(name, beat.step, holding[name], since.get(name), latest.get(name)) for name, beat in sorted(ready.items())]
+        later -= len(opened)
+        chosen = scheduler.offers(opened, members, oldest_step=state.record.oldest_step, now=now, later=later)
         for open_task in opened:
             before = open_task.offered_to
             state.tasks[open_task.task].lapses += before is not None and (before in scheduler.unresponsive or before not in alive)
@@ -96,6 +107,80 @@ def build_board(
             able = [name for name, beat in alive.items() if beat.step is not None and beat.step >= state.record.oldest_step]
             _offer_to_all(state, opened, sorted(able, key=lambda name: (-scheduler.proven(name), _changing_order(name, now))), offers)
     return Board(run, epoch, newest.seq, newest.step, lease_seconds, offers.by_member(), stop)
+
+
+def _with_expected_versions(
+    alive: Mapping[str, Heartbeat], roster: Roster, scheduler: Scheduler, newest: KnownVersion, lease_seconds: int, now: float
+) -> dict[str, Heartbeat]:
+    """Return the heartbeats of these members as they will be in a moment: members that get versions early will have the newest one.
+
+    So they are offered tasks that need it while they fetch it, and begin them as soon as they have it.
+    """
+    period = roster.delays.period
+    if period is None:
+        return dict(alive)
+    expected = {}
+    for name, beat in alive.items():
+        if beat.step is not None and beat.step < newest.step:
+            slack = lease_seconds / 4 + (scheduler.expected_seconds(name) or 0.0)
+            delay = roster.delays.delay(name, now, slack)
+            if delay is not None and delay <= period / 2:
+                beat = replace(beat, step=newest.step, seq=newest.seq)
+        expected[name] = beat
+    return expected
+
+
+def _without_members_for_later(
+    state: RoundState,
+    surveys: Sequence[tuple[RoundState, list[OpenTask], list[HeldLease]]],
+    roster: Roster,
+    scheduler: Scheduler,
+    alive: Mapping[str, Heartbeat],
+    newest_open: int,
+    lease_seconds: int,
+    now: float,
+) -> Mapping[str, Heartbeat]:
+    """Return the members that should be offered work of this round.
+
+    A member that gets versions later than they follow each other does better to work ahead: on the last open round that its version
+    admits, whose results are needed last. It is left out here if such a round has open tasks, and if other members can do this round.
+    """
+    later = [one.record for one, opened, _ in surveys if opened and state.record.for_step < one.record.for_step <= newest_open]
+    period = roster.delays.period
+    if not later or period is None:
+        return alive
+    ready = {}
+    for name, beat in alive.items():
+        slack = lease_seconds / 4 + (scheduler.expected_seconds(name) or 0.0)
+        delay = roster.delays.delay(name, now, slack)
+        works_ahead = delay is not None and delay > period and any((beat.step or 0) >= record.oldest_step for record in later)
+        if not works_ahead:
+            ready[name] = beat
+    return ready if any(beat.step is not None and beat.step >= state.record.oldest_step for beat in ready.values()) else alive
+
+
+def _offer_late_tasks(
+    surveys: Sequence[tuple[RoundState, list[OpenTask], list[HeldLease]]],
+    roster: Roster,
+    scheduler: Scheduler,
+    alive: Mapping[str, Heartbeat],
+    holding: Mapping[str, int],
+    newest_open: int,
+    now: float,
+) -> None:
+    """Add tasks that a late member holds to the open tasks of the first round, for members that would be idle otherwise."""
+    state, opened, _ = surveys[0]
+    idle = [
+        name
+        for name, beat in alive.items()
+        if beat.step is not None and beat.step >= state.record.oldest_step and not holding.get(name) and scheduler.proven(name)
+    ]
+    spare = len(idle) - sum(len(each) for one, each, _ in surveys if one.record.for_step <= newest_open)
+    seconds = min((each for name in idle if (each := scheduler.expected_seconds(name)) is not None), default=None)
+    if spare > 0 and seconds is not None:
+        known = {one.task for one in opened}
+        late = [one for one in state.late_tasks(roster, scheduler, seconds, now) if one.task not in known]
+        opened += late[:spare]
 
 
 class _Offers:

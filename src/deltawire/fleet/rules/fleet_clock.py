@@ -31,7 +31,7 @@ class FleetClock:
         return self._ahead is not None
 
     def begin(self) -> float:
-        """Return the time at which a listing begins. Pass it to `looked` once the listing is complete."""
+        """Return the time of this moment: at which a listing begins (see `looked`), or at which an object was written (see `wrote`)."""
         return self._ticks()
 
     def looked(self, began: float) -> None:
@@ -39,9 +39,9 @@ class FleetClock:
         self._before, self._began = self._began, began
         self.now = max(self.now, self._ticks())
 
-    def wrote(self, modified: float) -> None:
-        """Note the store's time of an object that the trainer has just written."""
-        self._ahead = modified - self._ticks()
+    def wrote(self, modified: float, at: float) -> None:
+        """Note the store's time of an object that the trainer wrote at the time `at` of this clock."""
+        self._ahead = modified - at
 
     def since(self, modified: float) -> float:
         """Return when an object that the last listing showed for the first time was written, by this clock."""

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ...format.records.fleet_parts import AttemptId
 from ...format.records.member_records import Heartbeat, Lease
 from ...store.base import ObjectInfo
+from .version_delays import VersionDelays
+
+_MOST_DROPPED = 64
+"""The last attempts of a member that it ceased to name. Its leases on earlier ones have long expired, or are delivered."""
 
 _COARSEST_TIME = 2.0
 """Some stores show times in whole seconds, so an object may change and keep its time. An object that was read this young is read again."""
@@ -42,6 +47,14 @@ class MemberStatus:
         The part of the work that it would get, from 0 to 1.
     why
         The error because of which it left; None if it did not leave because of an error.
+    update_seconds
+        How many seconds versions take to reach it, as far as the trainer believes that; None before that is known.
+    goodput
+        How many bytes per second its link to the store carries, as it says; None before it says so.
+    latency
+        Seconds from a request to the first byte of the store's answer, as it says; None before it says so.
+    engine
+        The name of its engine, as it says; None if it says none.
     """
 
     member: str
@@ -56,6 +69,10 @@ class MemberStatus:
     rate: float | None
     share: float
     why: str | None = None
+    update_seconds: float | None = None
+    goodput: int | None = None
+    latency: float | None = None
+    engine: str | None = None
 
 
 @dataclass(slots=True)
@@ -65,6 +82,8 @@ class _Entry:
     """The store's time of the object. It only shows whether the object has changed."""
     since: float
     read_at: float
+    dropped: dict[AttemptId, float]
+    """Attempts that earlier heartbeats named and later ones do not, with the time of the look that showed it."""
 
 
 class Roster:
@@ -79,6 +98,8 @@ class Roster:
     def __init__(self, run: str) -> None:
         self._run = run
         self._entries: dict[str, _Entry] = {}
+        self.delays = VersionDelays()
+        """How long versions take to reach members."""
 
     def to_read(self, listed: Iterable[tuple[str, ObjectInfo]], now: float) -> list[str]:
         """Return the members whose heartbeats must be read, given the listed ones. Forget members that are no longer listed."""
@@ -91,6 +112,7 @@ class Roster:
             if entry is None or entry.modified != modified or (entry.read_at < entry.since + _COARSEST_TIME <= now and modified % 1 == 0):
                 unread.append(member)
         self._entries = {member: entry for member, entry in self._entries.items() if member in listed_now}
+        self.delays.keep(listed_now)
         return unread
 
     def heard(self, member: str, beat: Heartbeat | None, modified: float, since: float, now: float) -> None:
@@ -102,7 +124,14 @@ class Roster:
         before = self._entries.get(member)
         if before is not None and before.modified == modified:
             since = before.since
-        self._entries[member] = _Entry(beat if is_sound else None, modified, since, now)
+        dropped = {} if before is None else before.dropped
+        if beat is not None and is_sound and before is not None and before.beat is not None:
+            dropped = dict.fromkeys(before.beat.working, now) | dropped
+            dropped = {attempt: at for attempt, at in dropped.items() if attempt not in beat.working}
+            dropped = dict(sorted(dropped.items(), key=lambda each: -each[1])[:_MOST_DROPPED])
+        self._entries[member] = _Entry(beat if is_sound else None, modified, since, now, dropped)
+        if beat is not None and is_sound:
+            self.delays.heard(member, beat.seq, None if beat.behind_ms is None else beat.behind_ms / 1000, since)
 
     def alive(self, now: float, seconds: float) -> dict[str, Heartbeat]:
         """Return the members that wrote a heartbeat within this many seconds and are not leaving."""
@@ -131,12 +160,17 @@ class Roster:
     def is_lease_alive(self, lease: Lease, since: float, now: float, seconds: float) -> bool:
         """Return whether a lease that was taken at `since` still holds.
 
-        It holds for `seconds` after it was taken, and for `seconds` after every heartbeat that names it. It ends when its member leaves.
+        It holds for `seconds` after it was taken, and for `seconds` after every heartbeat that names it. It ends when its member leaves or
+        no longer names it. A member also ceases to name a task when it has delivered it, and the listing of results may be
+        older than the heartbeat. So such a lease ends at the look after the one that showed the heartbeat.
         """
         entry = self._entries.get(lease.member)
         if entry is not None and entry.beat is not None:
             if entry.beat.state == "left" and entry.since > since:
                 return False
-            if (lease.round, lease.task, lease.attempt) in entry.beat.working:
+            attempt = AttemptId(lease.round, lease.task, lease.attempt)
+            if attempt in entry.beat.working:
                 since = max(since, entry.since)
+            elif entry.dropped.get(attempt, now) < now:
+                return False
         return now - since <= seconds

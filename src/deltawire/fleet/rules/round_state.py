@@ -271,6 +271,23 @@ class RoundState:
             opened.append(OpenTask(number, task.offered_to, task.offered_at, busy, tried - busy))
         return opened, held
 
+    def late_tasks(self, roster: Roster, scheduler: Scheduler, others: float, now: float) -> list[OpenTask]:
+        """Return the tasks that one member holds and another one that is idle would finish earlier; the latest first.
+
+        `others` is how many seconds the idle member needs for a task.
+        """
+        late: list[tuple[float, OpenTask]] = []
+        for number, task in enumerate(self.tasks):
+            held = [] if task.accepted is not None else self.live_leases(task, roster, now)
+            if len(held) != 1 or held[0].lease is None:
+                continue
+            member, since = held[0].lease.member, held[0].since
+            if scheduler.is_worth_a_copy(member, since, now, others):
+                tried = frozenset(one.lease.member for one in task.leases.values() if one.lease is not None and one.invited)
+                expected = since + (scheduler.expected_seconds(member) or 0.0)
+                late.append((-expected, OpenTask(number, task.offered_to, task.offered_at, frozenset([member]), tried - {member})))
+        return [one for _, one in sorted(late, key=lambda each: (each[0], each[1].task))]
+
     def offer(self, offers: dict[int, str], now: float) -> None:
         """Remember which member each task is offered to from now on. `offers` maps tasks to members."""
         for number, task in enumerate(self.tasks):

@@ -9,10 +9,17 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .assignment import OpenTask, assign, divide_work, largest_remainders
+from .assignment import OpenTask, assign, divide_tasks
+
+_MOST_PROGRESS = 0.75
+"""A task that a member holds counts as at most this far done. One that takes longer than usual counts as not begun."""
+_CLEARLY = 1.5
+"""A copy of a task is worth its while if the first attempt takes so many times as long as the copy."""
+_LONGER_REST = 10
+"""A member that would hold up the step is tried after so many times `rest_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +52,15 @@ class _Record:
     """The trainer's measurements of one member."""
 
     rate: float | None = None
+    interval: float | None = None
+    """Seconds between two accepted results while the member has work."""
     tokens: int = 0
+    results: int = 0
     elapsed: float = 0.0
     finished: float = float("-inf")
     seconds_per_task: float | None = None
+    latency: float | None = None
+    """Seconds from a lease to its result, of leases that the member took while it had no other work."""
     proven: int = 0
     live: bool = True
     last_busy: float = float("-inf")
@@ -69,8 +81,8 @@ class Scheduler:
     window
         Results that come in a burst are measured together, over at least this many seconds.
     ramp
-        A member that joins, or comes back, may hold one task at first and twice as many after each accepted result. After this many
-        accepted results there is no such limit.
+        A member that joins, or comes back, may hold two tasks at first (one to work on, and the next one) and twice as many after each
+        accepted result. After this many accepted results there is no such limit.
     rest_seconds
         A member that got no task for this long, because it was slow or its results were refused, is offered one task to show its speed.
     straggler
@@ -123,7 +135,7 @@ class Scheduler:
                 self._records[name] = _Record(last_busy=now)
             elif not record.live:
                 record.live, record.proven, record.last_busy = True, 0, now
-                record.tokens, record.elapsed = 0, 0.0
+                record.tokens, record.results, record.elapsed = 0, 0, 0.0
         for name, record in self._records.items():
             record.live = name in alive
 
@@ -148,18 +160,25 @@ class Scheduler:
             When the result arrived.
         """
         record = self._records.setdefault(member, _Record(last_busy=finished))
+        was_free = leased >= record.finished
         record.tokens += tokens
+        record.results += tokens > 0
         record.elapsed += max(0.0, finished - max(offered, record.finished))
         record.finished = record.last_busy = max(record.finished, finished)
         if record.elapsed >= self.window:
             measured = record.tokens / record.elapsed
             record.rate = measured if record.rate is None else self._blend(record.rate, measured)
-            record.tokens, record.elapsed = 0, 0.0
+            if record.results:
+                each = record.elapsed / record.results
+                record.interval = each if record.interval is None else self._blend(record.interval, each)
+            record.tokens, record.results, record.elapsed = 0, 0, 0.0
         if tokens == 0:
             record.proven = 0
             return
         record.proven += 1
         duration = max(0.0, finished - leased)
+        if was_free:
+            record.latency = duration if record.latency is None else self._blend(record.latency, duration)
         record.seconds_per_task = duration if record.seconds_per_task is None else self._blend(record.seconds_per_task, duration)
         self._tokens_per_task = tokens if self._tokens_per_task is None else self._blend(self._tokens_per_task, tokens)
         if len(self._durations) == self._durations.maxlen:
@@ -178,7 +197,9 @@ class Scheduler:
         record = self._records.get(member)
         return None if record is None else record.rate
 
-    def offers(self, tasks: Sequence[OpenTask], members: Sequence[Candidate], *, oldest_step: int, now: float) -> dict[int, str]:
+    def offers(
+        self, tasks: Sequence[OpenTask], members: Sequence[Candidate], *, oldest_step: int, now: float, later: int = 0
+    ) -> dict[int, str]:
         """Choose a member for each open task of one round. Return task → member. A task is left out if no eligible member can take it.
 
         A member that ignored an offer and did nothing else meanwhile counts as having delivered nothing, and other members come first.
@@ -194,6 +215,10 @@ class Scheduler:
             Members whose version is of an earlier step get nothing until they have caught up.
         now
             The time of the fleet clock.
+        later
+            How many tasks of later rounds are open. When all rounds together have few open tasks, at most one for two members, each task
+            waits for a member that can begin it at once: a member that holds a lease gets no offer then, except of tasks that others have
+            failed at.
         """
         eligible = sorted(
             (one for one in members if one.step is not None and one.step >= oldest_step and self._record(one.name).live),
@@ -208,6 +233,8 @@ class Scheduler:
         unresponsive = self.unresponsive = self._find_unresponsive(tasks, eligible, now)
         counts = self._counts(len(tasks), [one for one in eligible if one.name not in unresponsive] or eligible, now)
         offers = assign(tasks, counts, unresponsive)
+        if 2 * (len(tasks) + later) <= len(eligible):
+            offers = _for_free_members(tasks, offers, {one.name for one in eligible if not one.holding})
         for name in offers.values():
             self._record(name).last_busy = now
         return offers
@@ -223,18 +250,20 @@ class Scheduler:
         record = self._records.get(member)
         return 0 if record is None else record.proven
 
-    def shares(self, members: Sequence[str], now: float = float("-inf")) -> dict[str, float]:
-        """Return each member's part of the work if all could take it. The parts sum up to 1. They are for views.
+    def shares(self, members: Mapping[str, float], now: float = float("-inf")) -> dict[str, float]:
+        """Return each member's part of the work. The parts sum up to 1, or are all 0. They are for views.
 
         Parameters
         ----------
         members
-            The names of the members.
+            The members by name, each with the share of time in which it has a version that may work (`admissible_share`).
         now
             The time of the fleet clock.
         """
         weights = self._weights([Candidate(name, 0) for name in members], now)
-        return {name: weight / sum(weights) for name, weight in zip(members, weights, strict=True)}
+        useful = [weight * share for weight, share in zip(weights, members.values(), strict=True)]
+        total = sum(useful)
+        return {name: weight / total if total else 0.0 for name, weight in zip(members, useful, strict=True)}
 
     def is_straggler(self, member: str, leased: float, now: float, *, times: float = 1.0) -> bool:
         """Return whether a lease has lasted so long that another member should be offered the task, too.
@@ -251,6 +280,41 @@ class Scheduler:
             Multiplies the time that the lease may last.
         """
         return now - leased > times * self._longest_lease(member)
+
+    def expected_seconds(self, member: str) -> float | None:
+        """Return how long a member usually takes from the lease to the arrival of its result; None if nothing is known.
+
+        Parameters
+        ----------
+        member
+            The member's name. A member that has delivered nothing yet counts as a typical one.
+        """
+        record = self._records.get(member)
+        if record is not None and record.seconds_per_task is not None:
+            return record.seconds_per_task
+        return self._sorted_durations[len(self._sorted_durations) // 2] if self._sorted_durations else None
+
+    def is_worth_a_copy(self, member: str, leased: float, now: float, others: float) -> bool:
+        """Return whether another member that has nothing to do should be offered a task that this member holds.
+
+        It should if the other one would be done clearly earlier, or if the lease has lasted far longer than tasks usually do.
+
+        Parameters
+        ----------
+        member
+            The member that holds the lease.
+        leased
+            When it took the lease.
+        now
+            The time of the fleet clock.
+        others
+            How many seconds the other member needs.
+        """
+        if not self._sorted_durations:
+            return False
+        typical = max(self._sorted_durations[len(self._sorted_durations) // 2], self.window)
+        left = leased + (self.expected_seconds(member) or 0.0) - now
+        return left > _CLEARLY * others + self.window or now - leased > self.straggler * typical
 
     def _longest_lease(self, member: str) -> float:
         """Return the seconds after which a member that should deliver a task is late."""
@@ -282,23 +346,38 @@ class Scheduler:
         return self.beta * old + (1 - self.beta) * new
 
     def _counts(self, total: int, eligible: Sequence[Candidate], now: float) -> dict[str, int]:
-        """Return how many of `total` open tasks each member should be offered, given how many it holds."""
+        """Return how many of `total` open tasks each member should be offered, given how much it has to do before."""
         weights = self._weights(eligible, now)
-        holding = [float(one.holding) for one in eligible]
-        rooms = [self._room(one, total) for one in eligible]
-        wanted = divide_work(total, weights, holding, rooms)
-        beyond = total - sum(wanted)
-        if beyond > 1e-9:  # the proven members have no room left, so newcomers get more than their ramp allows
-            held = [h + x for h, x in zip(holding, wanted, strict=True)]
-            wanted = [x + y for x, y in zip(wanted, divide_work(beyond, weights, held, [float(total)] * len(held)), strict=True)]
-        counts = largest_remainders(total, wanted)
-        self._try_idle_members(counts, eligible, now)
+        before = [self._tasks_before(one, now) for one in eligible]
+        counts = divide_tasks(total, weights, before, [self._room(one, total) for one in eligible])
+        if sum(counts) < total:  # the proven members have no room left, so newcomers get more than their ramp allows
+            held = [h + count for h, count in zip(before, counts, strict=True)]
+            more = divide_tasks(total - sum(counts), weights, held, [float(total)] * len(held))
+            counts = [count + further for count, further in zip(counts, more, strict=True)]
+        finish = [(h + count) / weight for h, count, weight in zip(before, counts, weights, strict=True)]
+        last = max((each for each, count in zip(finish, counts, strict=True) if count), default=0.0)
+        in_time = [(h + 1) / weight <= last for h, weight in zip(before, weights, strict=True)]
+        self._try_idle_members(counts, eligible, in_time, now)
         return {one.name: count for one, count in zip(eligible, counts, strict=True)}
+
+    def _tasks_before(self, one: Candidate, now: float) -> float:
+        """Return how many tasks' time passes before the member could begin one more: what it holds, and what delays its results.
+
+        Results of a member behind a slow link arrive long after it has made them, while it already works on the next. A member whose first
+        result takes longer than passes between two of its results is late by the difference.
+        """
+        record = self._record(one.name)
+        late = done = 0.0
+        if record.interval is not None and record.interval > 0:
+            late = 0.0 if record.latency is None or one.holding else max(0.0, record.latency / record.interval - 1)
+            done = 0.0 if one.since is None else max(0.0, now - one.since) / record.interval
+            done = min(done, _MOST_PROGRESS) if done <= 1 else 0.0
+        return max(0.0, one.holding - done) + late
 
     def _room(self, one: Candidate, total: int) -> float:
         """Return how many more tasks the member may hold while it is on its ramp."""
         proven = self._record(one.name).proven
-        return float(total) if proven >= self.ramp else float(max(0, 2**proven - one.holding))
+        return float(total) if proven >= self.ramp else float(max(0, 2 ** (proven + 1) - one.holding))
 
     def _weights(self, members: Sequence[Candidate], now: float) -> list[float]:
         """Return the current speeds, which are always positive. A late member counts as if it delivered at this moment."""
@@ -314,19 +393,30 @@ class Scheduler:
             weights.append(max(rate, 1e-6 * median))
         return weights
 
-    def _try_idle_members(self, counts: list[int], eligible: Sequence[Candidate], now: float) -> None:
+    def _try_idle_members(self, counts: list[int], eligible: Sequence[Candidate], in_time: Sequence[bool], now: float) -> None:
         """Give one task to each member that has been idle for long, so that the trainer notices if it is fast again.
 
-        The tasks are taken from the members that get most. At most an eighth of all tasks is given away like this.
+        The tasks are taken from the members that get most. At most an eighth of all tasks is given away like this. A member that would
+        finish after all others waits longer for its turn, because the step waits for it.
         """
         total = sum(counts)
-        idle = [
-            index
-            for index, one in enumerate(eligible)
-            if counts[index] == 0 and one.holding == 0 and now - self._record(one.name).last_busy > self.rest_seconds
-        ]
+        idle = []
+        for index, one in enumerate(eligible):
+            rest = self.rest_seconds * (1 if in_time[index] else _LONGER_REST)
+            if counts[index] == 0 and one.holding == 0 and now - self._record(one.name).last_busy > rest:
+                idle.append(index)
         idle.sort(key=lambda index: self._record(eligible[index].name).last_busy)
         for index in idle[: 0 if total < 2 else max(1, total // 8)]:
             richest = max(range(len(counts)), key=lambda other: counts[other])
             counts[richest] -= 1
             counts[index] += 1
+
+
+def _for_free_members(tasks: Sequence[OpenTask], offers: Mapping[int, str], free: Collection[str]) -> dict[int, str]:
+    """Return the first offer to each free member, and all offers of tasks that members have failed at: few members may take those."""
+    failed = {one.task for one in tasks if one.failed}
+    chosen: dict[int, str] = {}
+    for task, member in offers.items():
+        if task in failed or (member in free and member not in chosen.values()):
+            chosen[task] = member
+    return chosen

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...format.digest import Digest
+from ...format.records.trainer_records import Round
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,19 @@ class KnownVersion:
     step: int
     digest: Digest
     live: bool = True
+
+
+def may_work(version: KnownVersion, record: Round) -> bool:
+    """Return whether a version may make tokens for a round. A member asks before it leases a task, and again before it begins the task.
+
+    Parameters
+    ----------
+    version
+        The version that the member's engine has.
+    record
+        The round.
+    """
+    return record.oldest_step <= version.step < record.for_step
 
 
 @dataclass(frozen=True, slots=True)

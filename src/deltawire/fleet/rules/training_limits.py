@@ -10,6 +10,7 @@ import numpy as np
 
 from ...format.records.fleet_files import Row
 from ...format.rollouts import Completion, Rollouts
+from ...format.routing import RoutingLayout
 
 LARGEST_REWARD = 1e9
 """No reward may be larger than this, or smaller than its negative. Sums and squares of such rewards are finite in float32."""
@@ -23,7 +24,7 @@ Encode: TypeAlias = Callable[[Sequence[Row]], Sequence[Sequence[int]]]
 
 @dataclass(frozen=True, slots=True)
 class TrainingLimits:
-    """The facts about results that training relies on. A trainer that knows its model sets all three; a limit that is None is not checked.
+    """The facts about results that training relies on. A trainer that knows its model sets them all; a limit that is None is not checked.
 
     Parameters
     ----------
@@ -33,11 +34,14 @@ class TrainingLimits:
         The largest number of tokens that a prompt and its completion may have together.
     encode
         The trainer's own tokenizer: it returns the token ids of rows' prompts. A result must then hold exactly the prompts of its task.
+    routers
+        The routers of the model. Routed experts of a result, if it has any, must be of them.
     """
 
     vocabulary: int | None = None
     positions: int | None = None
     encode: Encode | None = None
+    routers: RoutingLayout | None = None
 
     def prompts_of(self, rows: Sequence[Row]) -> tuple[tuple[int, ...], ...] | None:
         """Return the prompts that a result must hold, or None if that is not checked. Raises what `encode` raises.
@@ -62,6 +66,8 @@ def why_untrainable(rollouts: Rollouts, limits: TrainingLimits) -> str | None:
     """
     if limits.vocabulary is not None and (token := _largest_token(rollouts)) >= limits.vocabulary:
         return f"token {token} is outside the vocabulary of {limits.vocabulary:,} tokens"
+    if rollouts.routing is not None and limits.routers is not None and rollouts.routing.layout != limits.routers:
+        return f"its routed experts are of another model: {_described(rollouts.routing.layout)} instead of {_described(limits.routers)}"
     for one in rollouts.completions:
         if (why := _why_not(one, len(rollouts.prompts[one.prompt]), rollouts.reward_names, limits)) is not None:
             return why
@@ -83,3 +89,7 @@ def _why_not(one: Completion, prompt: int, names: Sequence[str], limits: Trainin
 
 def _largest_token(rollouts: Rollouts) -> int:
     return max(int(np.max(each)) for each in (*rollouts.prompts, *(one.tokens for one in rollouts.completions)))
+
+
+def _described(layout: RoutingLayout) -> str:
+    return f"{layout.top_k} of {layout.experts:,} experts in {len(layout.layers):,} layers from {layout.layers[0]} to {layout.layers[-1]}"

@@ -24,6 +24,7 @@ from ..rules.roster import MemberStatus
 from ..rules.round_state import RoundState
 from ..rules.scheduler import Scheduler
 from ..rules.staleness import KnownVersion
+from ..rules.version_delays import admissible_share
 from .batch_steps import Batch, BatchWriter
 from .board_steps import BoardWriter
 from .intake_steps import Intake
@@ -89,13 +90,25 @@ class CoordinatorSteps:
     def published(self, version: KnownVersion) -> None:
         """Note that the trainer has published a version: its step is trained, and the next one may begin."""
         self._intake.versions[version.seq] = version
+        self._intake.roster.delays.published(version.seq, self._time.begin())
         self.newest = version
         self.open_rounds.drop_before(version.step)
+
+    def exclude(self, member: str, why: str) -> None:
+        """Offer a member nothing from now on, and refuse its results. What was acknowledged stays."""
+        if member not in self._intake.excluded:
+            self._intake.excluded[member] = why
+            emit(self.trainer.on_event, "member-excluded", member=member, why=why)
 
     def members(self) -> list[MemberStatus]:
         """Return all members that have a heartbeat in the store, by name."""
         alive = self._intake.roster.alive(self.now, self.trainer.options.lease_seconds)
-        shares = self.scheduler.shares(sorted(alive), self.now) if alive else {}
+        delays, steps = self._intake.roster.delays, self.trainer.budget.steps
+        slack = self.trainer.options.lease_seconds / 4
+        seconds = {name: delays.delay(name, self.now, slack + (self.scheduler.expected_seconds(name) or 0.0)) for name in sorted(alive)}
+        period = delays.period
+        useful = {name: 1.0 if each is None or period is None else admissible_share(each, period, steps) for name, each in seconds.items()}
+        shares = self.scheduler.shares(useful, self.now)
         holding: Counter[str] = Counter()
         for state in self.rounds.values():
             if state.is_accepting:
@@ -115,6 +128,10 @@ class CoordinatorSteps:
                 rate=self.scheduler.rate(member),
                 share=shares.get(member, 0.0),
                 why=None if beat.reason is None else printable(beat.reason),
+                update_seconds=seconds.get(member),
+                goodput=None if beat.link is None else beat.link.goodput,
+                latency=None if beat.link is None or beat.link.latency_ms is None else beat.link.latency_ms / 1000,
+                engine=beat.engine,
             )
             for member, (beat, since) in sorted(self._intake.roster.all().items())
         ]
@@ -213,24 +230,26 @@ class CoordinatorSteps:
 
     def poll(self) -> Steps[None]:
         """Look at the fleet once: read and judge what members wrote, and write the board if it changed or is old."""
-        yield from self.trainer.look_for_fence()
+        self.trainer.check_fence()
         if not self._time.is_set:
             yield from self._write_board()  # the store's time of this write tells how old all other objects are
         watched = [state for state in self.rounds.values() if state.record.for_step >= self.newest.step]
         first = min((state.record.round for state in watched), default=self.open_rounds.next_number or 0)
         began = self._time.begin()
-        listings = yield Together(
+        answers = yield Together(
             (
                 List(fleet_keys.ROLLOUTS, after=fleet_keys.first_key_of(fleet_keys.ROLLOUTS, first)),
                 List(fleet_keys.LEASES, after=fleet_keys.first_key_of(fleet_keys.LEASES, first)),
                 List(fleet_keys.MEMBERS),
+                *self.board_writer.questions,
             )
         )
-        rollouts, leases, members = (_listing_or_raise(answer) for answer in listings)
+        rollouts, leases, members = (_listing_or_raise(answer) for answer in answers[:3])
+        for answer in answers[3:]:
+            self.board_writer.answered(answer)
         self._time.looked(began)
         by_number = {state.record.round: state for state in watched}
-        yield from self._intake.read_heartbeats(members)
-        yield from self._intake.read_leases(by_number, leases, rollouts)
+        yield from self._intake.read_members(by_number, members, leases, rollouts)
         self._intake.note_free_attempts(watched)
         yield from self._intake.admit_all(by_number, rollouts)
         self._intake.count_losses(watched)
@@ -241,7 +260,6 @@ class CoordinatorSteps:
     def stop(self) -> Steps[None]:
         """Tell all members to leave, now and at every later poll."""
         self.stopping = True
-        yield from self.trainer.look_for_fence()
         yield from self._write_board()
 
     def _write_board(self) -> Steps[None]:
@@ -256,6 +274,7 @@ class CoordinatorSteps:
             lease_seconds=self.trainer.options.lease_seconds,
             now=self.now,
             stop=self.stopping,
+            excluded=self._intake.excluded.keys(),
         )
         yield from self.board_writer.write(board)
 

@@ -34,8 +34,12 @@ _FILES_PER_LOOK = 512
 _BYTES_PER_LOOK = 1 << 30
 """One look reads about this many results and bytes. Then the trainer goes on with the rest of its work."""
 
-_FILES_AT_ONCE = 8
-"""Number of results that are read at the same time. Each may have up to `RolloutLimits.file_bytes` bytes."""
+_FILES_AT_ONCE = MOST_TOGETHER
+_BYTES_AT_ONCE = 1 << 29
+"""At most this many results and bytes are read at the same time, but always one result."""
+
+_RECORDS_AT_ONCE = 4 * MOST_TOGETHER
+"""Number of heartbeats and leases that are in memory at the same time. Each may have up to `MAX_RECORD_BYTES` bytes."""
 
 
 class Intake:
@@ -61,6 +65,8 @@ class Intake:
         self.rejected: Counter[Reason] = Counter()
         self.left_out: dict[RolloutKey, str] = {}
         """Results that a trainer rejected after their acknowledgement, each with the reason. They are never accepted again."""
+        self.excluded: dict[str, str] = {}
+        """Members whose results are refused from now on, each with the reason."""
         self.versions: dict[int, KnownVersion] = {}
         """Versions that the chain has. They do not change while this trainer is the writer, because only a resume abandons versions."""
 
@@ -85,45 +91,53 @@ class Intake:
                 else:
                     self.refuse(state, key, refusal or Refusal("malformed"), one.member)
 
-    def read_heartbeats(self, listed: Sequence[ObjectInfo]) -> Steps[None]:
-        """Read the heartbeats that are new or have changed."""
-        infos = {member: info for info in listed if (member := fleet_keys.parse_member_key(info.key)) is not None}
-        unread = self.roster.to_read(infos.items(), self._clock.now)
-        for start in range(0, len(unread), MOST_TOGETHER):
-            group = unread[start : start + MOST_TOGETHER]
-            answers = yield Together(tuple(Get(fleet_keys.member_key(member), MAX_RECORD_BYTES) for member in group))
-            for member, answer in zip(group, answers, strict=True):
-                if isinstance(answer, (bytes, LimitExceeded)):
-                    modified = infos[member].modified.timestamp()
-                    beat = parsed_answer(Heartbeat.parse, answer)
-                    since = self._clock.since(modified)
-                    self.roster.heard(member, beat, modified, since, self._clock.now)
-                    if beat is not None and (beat.id, beat.member) == (self.run, member):
-                        why = self.desertion.left(member, beat, since)
-                        if why is not None:
-                            emit(self._trainer.on_event, "member-left", member=member, why=why)
+    def read_members(
+        self, rounds: dict[int, RoundState], members: Sequence[ObjectInfo], leases: Sequence[ObjectInfo], rollouts: Sequence[ObjectInfo]
+    ) -> Steps[None]:
+        """Read the heartbeats that are new or have changed, and the new leases.
 
-    def read_leases(self, rounds: dict[int, RoundState], leases: Sequence[ObjectInfo], rollouts: Sequence[ObjectInfo]) -> Steps[None]:
-        """Read the new leases: the listed ones, and those of listed results, which may be newer than the listing of leases."""
+        Leases are read if they are listed, or if their results are, which may be newer than the listing of leases.
+        """
+        infos = {member: info for info in members if (member := fleet_keys.parse_member_key(info.key)) is not None}
         times = {key: info.modified.timestamp() for info in leases if (key := fleet_keys.parse_lease_key(info.key)) is not None}
         for info in rollouts:
             result = fleet_keys.parse_rollout_key(info.key)
             if result is not None and result.round in rounds and result not in rounds[result.round].seen:
                 times.setdefault(result.attempt_id, info.modified.timestamp())
-        wanted = [attempt for attempt in times if attempt.round in rounds and rounds[attempt.round].unknown_leases([attempt])]
-        for start in range(0, len(wanted), MOST_TOGETHER):
-            group = wanted[start : start + MOST_TOGETHER]
-            answers = yield Together(tuple(Get(fleet_keys.lease_key(attempt), MAX_RECORD_BYTES) for attempt in group))
-            for attempt, answer in zip(group, answers, strict=True):
-                since = self._clock.since(times[attempt])
-                if isinstance(answer, bytes):
-                    lease = parsed_answer(Lease.parse, answer)
-                    is_sound = lease is not None and (lease.round, lease.task, lease.attempt) == attempt
-                    rounds[attempt.round].leased(attempt, lease if is_sound else None, since)
-                elif isinstance(answer, LimitExceeded):
-                    rounds[attempt.round].leased(attempt, None, since)
-                elif not isinstance(answer, ObjectMissing):
-                    raise answer
+        wanted: list[str | AttemptId] = [*self.roster.to_read(infos.items(), self._clock.now)]
+        wanted += [attempt for attempt in times if attempt.round in rounds and rounds[attempt.round].unknown_leases([attempt])]
+        for start in range(0, len(wanted), _RECORDS_AT_ONCE):
+            group = wanted[start : start + _RECORDS_AT_ONCE]
+            keys = [fleet_keys.member_key(one) if isinstance(one, str) else fleet_keys.lease_key(one) for one in group]
+            answers = yield Together(tuple(Get(key, MAX_RECORD_BYTES) for key in keys))
+            for one, answer in zip(group, answers, strict=True):
+                if isinstance(one, str):
+                    self._heard(one, infos[one].modified.timestamp(), answer)
+                else:
+                    self._leased(rounds[one.round], one, self._clock.since(times[one]), answer)
+
+    def _heard(self, member: str, modified: float, answer: bytes | DeltawireError) -> None:
+        """Note a heartbeat. One that could not be read is read again at the next look."""
+        if not isinstance(answer, (bytes, LimitExceeded)):
+            return
+        beat = parsed_answer(Heartbeat.parse, answer)
+        since = self._clock.since(modified)
+        self.roster.heard(member, beat, modified, since, self._clock.now)
+        if beat is not None and (beat.id, beat.member) == (self.run, member):
+            why = self.desertion.left(member, beat, since)
+            if why is not None:
+                emit(self._trainer.on_event, "member-left", member=member, why=why)
+
+    def _leased(self, state: RoundState, attempt: AttemptId, since: float, answer: bytes | DeltawireError) -> None:
+        """Note a lease. Raise the error if it could not be read."""
+        if isinstance(answer, bytes):
+            lease = parsed_answer(Lease.parse, answer)
+            is_sound = lease is not None and (lease.round, lease.task, lease.attempt) == attempt
+            state.leased(attempt, lease if is_sound else None, since)
+        elif isinstance(answer, LimitExceeded):
+            state.leased(attempt, None, since)
+        elif not isinstance(answer, ObjectMissing):
+            raise answer
 
     def note_free_attempts(self, rounds: Sequence[RoundState]) -> None:
         """Note which members say in their heartbeats that they work on attempts that need no lease."""
@@ -146,31 +160,36 @@ class Intake:
                 self.refuse(state, key, Refusal("malformed"), None)
                 continue
             fresh.append((info.modified.timestamp(), key, info.size))
-        fresh = _in_turns(fresh)
         files = total = 0
-        for start in range(0, len(fresh), _FILES_AT_ONCE):
-            if files >= _FILES_PER_LOOK or total >= _BYTES_PER_LOOK:
-                return  # the next look reads the rest
-            group = []
-            for arrived, key, size in fresh[start : start + _FILES_AT_ONCE]:
-                refusal = self._judge_unread(rounds[key.round], key, size)
-                if refusal is None and not rounds[key.round].may_be_leased(key.attempt_id):
-                    refusal = Refusal("unleased")
-                if refusal is None:
-                    group.append((arrived, key))
-                    files, total = files + 1, total + size
-                else:
-                    self.refuse(rounds[key.round], key, refusal, None)
-            if not group:
+        group: list[tuple[float, RolloutKey, int]] = []
+        for arrived, key, size in _in_turns(fresh):
+            refusal = self._judge_unread(rounds[key.round], key, size)
+            if refusal is None and not rounds[key.round].may_be_leased(key.attempt_id):
+                refusal = Refusal("unleased")
+            if refusal is not None:
+                self.refuse(rounds[key.round], key, refusal, None)
                 continue
-            answers = yield Together(tuple(Get(fleet_keys.rollout_key(key), self._most_bytes(rounds[key.round], key)) for _, key in group))
-            for (arrived, key), answer in zip(group, answers, strict=True):
-                if isinstance(answer, bytes):
-                    yield from self._admit(rounds[key.round], key, self._clock.since(arrived), answer)
-                elif not isinstance(answer, (ObjectMissing, LimitExceeded)):
-                    raise answer
-                elif isinstance(answer, LimitExceeded):
-                    self.refuse(rounds[key.round], key, Refusal("malformed"), None)
+            if len(group) == _FILES_AT_ONCE or (group and sum(each for _, _, each in group) + size > _BYTES_AT_ONCE):
+                yield from self._admit_group(rounds, group)
+                group = []
+            if files >= _FILES_PER_LOOK or total >= _BYTES_PER_LOOK:
+                break  # the next look reads the rest
+            group.append((arrived, key, size))
+            files, total = files + 1, total + size
+        yield from self._admit_group(rounds, group)
+
+    def _admit_group(self, rounds: dict[int, RoundState], group: Sequence[tuple[float, RolloutKey, int]]) -> Steps[None]:
+        """Read some results at the same time, and judge them one after the other. A result that is larger than listed is malformed."""
+        if not group:
+            return
+        answers = yield Together(tuple(Get(fleet_keys.rollout_key(key), size) for _, key, size in group))
+        for (arrived, key, _), answer in zip(group, answers, strict=True):
+            if isinstance(answer, bytes):
+                yield from self._admit(rounds[key.round], key, self._clock.since(arrived), answer)
+            elif isinstance(answer, LimitExceeded):
+                self.refuse(rounds[key.round], key, Refusal("malformed"), None)
+            elif not isinstance(answer, ObjectMissing):
+                raise answer
 
     def count_losses(self, rounds: Sequence[RoundState]) -> None:
         """Count leases that led to no accepted result as work without tokens. A member that only takes leases is soon offered little."""
@@ -206,7 +225,8 @@ class Intake:
 
     def _demand(self, state: RoundState, key: RolloutKey) -> Demand:
         rows, prompts = state.rows[key.task], state.prompts[key.task] if state.prompts is not None else None
-        return Demand(state.record, len(rows), self._trainer.budget, prompts, self._trainer.options.environment_tokens)
+        trainer = self._trainer
+        return Demand(state.record, len(rows), trainer.budget, prompts, trainer.options.environment_tokens, trainer.training.routers)
 
     def _rejected_before(self, key: RolloutKey) -> Refusal | None:
         return Refusal("untrainable", self.left_out[key]) if key in self.left_out else None
@@ -229,6 +249,8 @@ class Intake:
             refusal = self._judge_unread(state, key, len(data))
             if refusal is None and (reason := judge_origin(rollouts, key, lease, self.run, is_free=is_free)) is not None:
                 refusal = Refusal(reason)
+            if refusal is None and rollouts.member in self.excluded:
+                refusal = Refusal("excluded", self.excluded[rollouts.member])
             if refusal is None:
                 refusal = yield from self._judge_substance(state, key, rollouts)
         if held is not None and lease is not None and (refusal is None or refusal.reason not in ("duplicate", "late", "unleased")):

@@ -123,17 +123,29 @@ def sweep(first_kept: int, epoch: int, upto_step: int, members: Sequence[str]) -
     heartbeats of these members. The caller must keep the newest round, whatever its age, because round numbers are never used twice.
     Acknowledgements of epochs above `epoch` stay: a trainer that wakes up after another one took over must not delete the other's records.
     """
-    listed: list[ObjectInfo] = yield List(fleet_keys.BATCHES)
-    batches = [(info.key, key) for info in listed if (key := fleet_keys.parse_batch_key(info.key)) is not None]
-    yield from _delete([name for name, key in batches if key.step <= upto_step and key.epoch <= epoch])
-    listed = yield List(fleet_keys.REJECTED)
-    rejections = [(info.key, rejected) for info in listed if (rejected := fleet_keys.parse_rejected_key(info.key)) is not None]
-    yield from _delete([name for name, rejected in rejections if rejected.step <= upto_step and rejected.epoch <= epoch])
-    if first_kept > 0:
-        for prefix in _BY_ROUND:
-            listed = yield List(prefix, before=fleet_keys.first_key_of(prefix, first_kept))
-            yield from _delete([info.key for info in listed])
-    yield from _delete([fleet_keys.member_key(member) for member in members])
+    by_round = _BY_ROUND if first_kept > 0 else ()
+    answers = yield Together(
+        (
+            List(fleet_keys.BATCHES),
+            List(fleet_keys.REJECTED),
+            *(List(prefix, before=fleet_keys.first_key_of(prefix, first_kept)) for prefix in by_round),
+        )
+    )
+    batches, rejections, *rest = (_answer_or_raise(answer) for answer in answers)
+    old = [key for info in batches if (key := fleet_keys.parse_batch_key(info.key)) is not None and key.step <= upto_step]
+    unwanted = [fleet_keys.batch_key(*key) for key in old if key.epoch <= epoch]
+    rejected = [one for info in rejections if (one := fleet_keys.parse_rejected_key(info.key)) is not None and one.step <= upto_step]
+    unwanted += [fleet_keys.rejected_key(one) for one in rejected if one.epoch <= epoch]
+    yield from _delete(unwanted)
+    *contents, rounds = rest or [[]]
+    yield from _delete([info.key for listed in contents for info in listed] + [fleet_keys.member_key(member) for member in members])
+    yield from _delete([info.key for info in rounds])
+
+
+def _answer_or_raise(answer: list[ObjectInfo] | DeltawireError) -> list[ObjectInfo]:
+    if isinstance(answer, DeltawireError):
+        raise answer
+    return answer
 
 
 def parsed_answer(parse: Callable[[bytes], T], answer: bytes | DeltawireError | None) -> T | None:

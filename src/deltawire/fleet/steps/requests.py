@@ -18,6 +18,7 @@ from ...format.records.member_records import Lease
 from ...format.records.trainer_records import Round
 from ...store.base import Store
 from ...store.requests import Create, Delete, Get, Head, List, Put, Sleep, ask_store, drive
+from .signal import Signal
 
 T = TypeVar("T")
 
@@ -55,18 +56,44 @@ class Generate:
 
 
 @dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait until other steps of this process give a signal, for at most `seconds`. The answer is None.
+
+    `seen` is the count of the signal when the steps last looked. If it has changed since, the wait ends at once.
+    """
+
+    signal: Signal
+    seen: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Read an object that may have changed. The answer is its bytes and its tag, or None if it still has the tag `tag`.
+
+    Fails as `Get` does. If the object has not changed, the answer comes after `seconds`. A store that can wait for a change answers as soon
+    as there is one; other stores are asked once, at the beginning.
+    """
+
+    key: str
+    limit: int
+    tag: str | None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Together:
     """Make several requests at once. The answer is a list with the answer of each, or the `DeltawireError` that it failed with."""
 
     requests: tuple[Get | Head | List | Put, ...]
 
 
-Request: TypeAlias = Get | Head | Create | Put | List | Delete | Sleep | FindVersion | Sync | Generate | Together
+Request: TypeAlias = Get | Head | Create | Put | List | Delete | Sleep | Wait | Watch | FindVersion | Sync | Generate | Together
 Steps: TypeAlias = Generator[Request, Any, T]
 Perform: TypeAlias = Callable[[FindVersion | Sync | Generate], Any]
 """Answers the requests that a store cannot answer."""
 
-MOST_TOGETHER = 16
+MOST_TOGETHER = 64
 """Largest number of requests of a `Together` that are in flight at the same time."""
 
 
@@ -103,12 +130,27 @@ def run_steps(
             if perform is None:
                 raise TypeError(f"{type(request).__name__} was asked for, but run_steps was not given `perform`")
             return perform(request)
+        if isinstance(request, Wait):
+            return request.signal.wait(request.seen, request.seconds)
+        if isinstance(request, Watch):
+            return _watch(store, request, sleep)
         if isinstance(request, Together):
             apply = map if pool is None else pool.map
             return list(apply(lambda each: _answer_or_error(store, each), request.requests))
         return ask_store(store, request)
 
     return drive(steps, answer)
+
+
+def _watch(store: Store, request: Watch, sleep: Callable[[float], object]) -> tuple[bytes, str] | None:
+    if request.seconds <= 0:
+        return store.get_if_changed(request.key, limit=request.limit, tag=request.tag)
+    began = time.monotonic()
+    found = store.wait_for_change(request.key, limit=request.limit, tag=request.tag, timeout=request.seconds)
+    left = request.seconds - (time.monotonic() - began)
+    if found is None and left > 0:  # this store cannot wait
+        sleep(left)
+    return found
 
 
 def _answer_or_error(store: Store, request: Get | Head | List | Put) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,16 @@ from .record_parts import NONCE, READER
 
 MAX_WORKING = 256
 """A heartbeat names at most this many tasks."""
+
+MAX_GOODPUT = 10**15
+"""Most bytes per second that a heartbeat reports. Writers report higher numbers as this one."""
+MAX_MILLISECONDS = 10**12
+"""Longest time that the report of a link has, about 32 years. Writers report longer times as this one."""
+MAX_FAILURES = 10**9
+"""Most failed transfers that a heartbeat reports. Writers report more as this number."""
+
+ENGINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,63}")
+"""The name of an engine."""
 
 STATES = ("joining", "idle", "working", "leaving", "left")
 """States of a member. One that has `left` holds no lease any more."""
@@ -51,13 +62,41 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkReport:
+    """A member's own report about its link to the store. It is a claim: the trainer compares it with its own observations.
+
+    `goodput` is in bytes per second, and `latency_ms` is the time from a request to the first byte of its answer; both are None until they
+    are measured. `failures` counts transfers that failed in this session.
+    """
+
+    goodput: int | None
+    latency_ms: int | None
+    failures: int
+
+    def plain(self) -> dict[str, Any]:
+        return {"goodput": self.goodput, "latency_ms": self.latency_ms, "failures": self.failures}
+
+    @classmethod
+    def of(cls, fields: Fields) -> LinkReport:
+        report = cls(fields.nullable("goodput", fields.integer), fields.nullable("latency_ms", fields.integer), fields.integer("failures"))
+        fields.done()
+        if (report.goodput or 0) > MAX_GOODPUT or (report.latency_ms or 0) > MAX_MILLISECONDS or report.failures > MAX_FAILURES:
+            fields.refuse("a number in it is larger than any link can have")
+        return report
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """A member's report about itself. The time of its writing keeps leases alive; the other fields are for offers and for people.
 
     `session` is random and drawn when the process starts. `seq` and `step` describe the member's version, and are None while it has none.
     `lag` counts the versions that it is behind. `tokens` and `busy_ms` sum up what it generated in this session, and the time that took.
-    `working` lists the leases that it still holds and keeps alive. `reason` is the error because of which it leaves, if any; with a reason
-    the record has version 2, without one version 1.
+    `working` lists the leases that it still holds and keeps alive. `reason` is the error because of which it leaves, if any. `link` is what
+    it measured of its link to the store, and `behind_ms` how long its last updates took from their publication until it had them; both are
+    None while they are unknown. `engine` is the name of the member's engine, if it is known.
+
+    With an engine the record has version 4, without one but with `link` or `behind_ms` version 3, only with a reason version 2, and
+    otherwise version 1.
     """
 
     id: str
@@ -72,18 +111,26 @@ class Heartbeat:
     working: tuple[AttemptId, ...]
     time: int
     reason: str | None = None
+    link: LinkReport | None = None
+    behind_ms: int | None = None
+    engine: str | None = None
 
     def to_bytes(self) -> bytes:
         own = {
             name: getattr(self, name) for name in ("id", "member", "session", "state", "seq", "step", "lag", "tokens", "busy_ms", "time")
         }
         added: dict[str, Any] = {"version": 1} if self.reason is None else {"version": 2, "reason": self.reason}
+        if self.link is not None or self.behind_ms is not None or self.engine is not None:
+            link = None if self.link is None else self.link.plain()
+            added = {"version": 3, "reason": self.reason, "link": link, "behind_ms": self.behind_ms}
+        if self.engine is not None:
+            added |= {"version": 4, "engine": self.engine}
         return checked_bytes(Heartbeat, {"deltawire": "member", **own, **added, "working": [list(attempt) for attempt in self.working]})
 
     @classmethod
     def parse(cls, data: bytes) -> Heartbeat:
         """Return the record with these bytes."""
-        fields = Fields.parse(data, "member", versions=(1, 2))
+        fields = Fields.parse(data, "member", versions=(1, 2, 3, 4))
         beat = cls(
             id=fields.matching("id", NONCE),
             member=fields.matching("member", READER),
@@ -96,11 +143,18 @@ class Heartbeat:
             busy_ms=fields.integer("busy_ms"),
             working=read_attempts(fields, "working", fields.items("working")),
             time=fields.integer("time"),
-            reason=fields.text("reason") if fields.version == 2 else None,
+            reason=_reason(fields),
+            link=fields.nullable("link", lambda name: LinkReport.of(fields.object(name))) if fields.version >= 3 else None,
+            behind_ms=fields.nullable("behind_ms", fields.integer) if fields.version >= 3 else None,
+            engine=fields.matching("engine", ENGINE) if fields.version == 4 else None,
         )
         fields.done()
         if beat.reason is not None and not 1 <= len(beat.reason) <= MAX_WHY:
             fields.refuse(f"its reason must have 1 to {MAX_WHY} characters")
+        if (beat.behind_ms or 0) > MAX_MILLISECONDS:
+            fields.refuse("behind_ms is longer than any update can take")
+        if fields.version == 3 and beat.link is None and beat.behind_ms is None:
+            fields.refuse("version 3 has a link or behind_ms")
         if beat.state not in STATES:
             fields.refuse(f"it has the unknown state {beat.state!r}")
         if (beat.seq is None) != (beat.step is None):
@@ -108,3 +162,10 @@ class Heartbeat:
         if len(beat.working) > MAX_WORKING:
             fields.refuse(f"it works on {len(beat.working)} tasks")
         return beat
+
+
+def _reason(fields: Fields) -> str | None:
+    """Return the reason, which version 1 never has, version 2 always has, and later ones may have."""
+    if fields.version == 1:
+        return None
+    return fields.text("reason") if fields.version == 2 else fields.nullable("reason", fields.text)

@@ -1,7 +1,7 @@
-"""The work of a member of a fleet, as steps (docs/protocol.md §10): read the board, claim a task, generate, upload, and again.
+"""A member claims tasks, as steps (docs/protocol.md §10): read the board, read the round, create the lease, and queue the task.
 
-One `MemberState` may have several `member_steps` at the same time, one for each task that the engine can work on at once. It has one
-`heartbeat_steps`, which must never wait for them.
+A member leases the next task while the engine works on the present one. `work_steps` begin the queued tasks, and `upload_steps` deliver
+the results. All of them share one `MemberState`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ from blake3 import blake3
 
 from ...errors import (
     CorruptRecord,
-    CorruptRollouts,
     DataDamaged,
     DeltawireError,
-    EngineUnavailable,
     LimitExceeded,
     ObjectMissing,
     OutcomeUnknown,
-    StoreError,
     UnsupportedVersion,
 )
 from ...events import emit
@@ -26,81 +23,100 @@ from ...format.records.fleet_files import MAX_TASKS_BYTES, Row, Tasks
 from ...format.records.fleet_parts import AttemptId
 from ...format.records.member_records import Lease
 from ...format.records.trainer_records import MAX_BOARD_BYTES, Board, Round
-from ...format.rollouts import Rollouts
 from ...store import fleet_keys, keys
 from ...store.create_rule import create_steps
-from ...store.fleet_keys import FIRST_FREE_ATTEMPT, RolloutKey
-from ...store.requests import Get, Put, Sleep
-from ..rules.staleness import KnownVersion
-from .member_state import MemberState, try_to_write_heartbeat
-from .requests import Generate, Steps, Sync
+from ...store.fleet_keys import FIRST_FREE_ATTEMPT
+from ...store.requests import Get, Sleep
+from ..rules.staleness import KnownVersion, may_work
+from .member_state import Claim, MemberState, sync_steps, try_to_write_heartbeat
+from .requests import Steps, Wait, Watch
 
 _KEPT_ROUNDS = 4
+_MOST_DOUBLINGS = 4
 _MOST_TRIED = 4096
 """Largest number of attempts that a member remembers."""
-_LAST_TRIES = 3
-"""How often a member that is leaving tries to upload its result."""
 
 
-class TaskFailed(EngineUnavailable):
-    """A task failed, and the member has already reported why. It goes on with other work after a pause."""
+def claim_steps(me: MemberState) -> Steps[None]:
+    """Claim tasks until the trainer stops the fleet or the member leaves. Run these steps once for each member.
 
-
-def member_steps(me: MemberState) -> Steps[None]:
-    """Work until the trainer stops the fleet or `me.leaving` is set. Retryable errors are tried again after a pause; others are raised."""
-    failures = 0
+    Retryable errors are tried again after a pause; others are raised.
+    """
+    failures = looks = 0
     yield from try_to_write_heartbeat(me)
     while not me.leaving:
+        seen = me.changed.count
+        if not me.has_room:
+            yield Wait(me.changed, seen, me.longest_pause)
+            continue
+        if (spare := me.seconds_to_spare) > 0:
+            yield Wait(me.changed, seen, spare)
+            continue
+        if looks and me.is_busy:  # the next task is not urgent, so the member looks less and less often until this changes
+            yield Wait(me.changed, seen, me.poll_seconds * 2.0 ** min(1 + looks, _MOST_DOUBLINGS))
         try:
-            worked = yield from _look_and_work(me)
+            has_claimed = yield from _look_and_claim(me, me.poll_seconds if looks and not me.is_busy else 0.0)
         except DeltawireError as error:
             if not error.retryable:
                 raise
             failures += 1
-            if not isinstance(error, TaskFailed):
-                emit(me.on_event, "member-retrying", member=me.member, failures=failures, error=str(error))
+            emit(me.on_event, "member-retrying", member=me.member, failures=failures, error=str(error))
             yield Sleep(me.pause(failures))
+            looks = 0
             continue
         failures = 0
-        if not worked and not me.leaving:
+        looks = 0 if has_claimed else looks + 1
+        if me.board is None and not me.leaving:
             yield Sleep(me.poll_seconds)
+            looks = 0
 
 
-def _look_and_work(me: MemberState) -> Steps[bool]:
-    """Look at the board, and do at most one task. Return whether there was a task."""
-    board = yield from _read_board(me)
+def _look_and_claim(me: MemberState, wait: float) -> Steps[bool]:
+    """Look at the board, and claim what it offers, as far as there is room. Return whether the member has claimed anything.
+
+    Wait this many seconds for another board than the last one.
+    """
+    board = me.board = yield from _read_board(me, wait)
     if board is None:
-        yield from _sync(me, 0)  # so that the first board can make us offers
+        yield from sync_steps(me, 0)  # so that the first board can make us offers
         return False
     me.lease_seconds = board.lease_seconds
     if board.stop and (yield from _is_latest(board)):
         emit(me.on_event, "run-over", member=me.member, step=board.step)
-        me.leaving = True
+        me.leave()
         return False
-    yield from _sync(me, board.step)
+    yield from sync_steps(me, 0)
+    has_claimed = False
     for attempt in board.offers.get(me.member, ()):
+        if me.leaving or not me.has_room:
+            break
         if attempt in me.tried or attempt in me.working:
             continue
         task = yield from _read_task(me, attempt)
         if task is None:
             continue
         record, rows = task
-        policy = yield from _sync(me, record.oldest_step)
-        if policy is None or not record.oldest_step <= policy.step < record.for_step:
+        policy = yield from sync_steps(me, record.oldest_step)
+        if policy is None or not may_work(policy, record):
             continue  # the trainer would refuse the result
-        if attempt in me.tried or attempt in me.working:
-            continue  # other steps of this member took the attempt meanwhile
         lease = yield from _claim(me, attempt, policy)
         if lease is not None:
-            yield from _work(me, attempt, record, lease, rows)
-            return True
-    return False
+            me.queue.append(Claim(attempt, record, lease, rows))
+            me.changed.give()
+            has_claimed = True
+    return has_claimed
 
 
-def _read_board(me: MemberState) -> Steps[Board | None]:
-    """Return the board; None if there is none that this member may follow."""
+def _read_board(me: MemberState, wait: float) -> Steps[Board | None]:
+    """Return the board; None if there is none that this member may follow. Wait this many seconds for a new one."""
+    tag, me.board_tag = me.board_tag, None
     try:
-        board = Board.parse((yield Get(fleet_keys.BOARD, MAX_BOARD_BYTES)))
+        found: tuple[bytes, str] | None = yield Watch(fleet_keys.BOARD, MAX_BOARD_BYTES, tag, wait)
+        if found is None:
+            me.board_tag = tag
+            return me.board
+        board = Board.parse(found[0])
+        me.board_tag = found[1]
     except (ObjectMissing, CorruptRecord, UnsupportedVersion, LimitExceeded):
         return None  # no trainer has written one yet, or another process wrote something else there
     if board.id != me.run:
@@ -127,16 +143,6 @@ def _is_latest(board: Board) -> Steps[bool]:
     except LimitExceeded:
         pass
     return False
-
-
-def _sync(me: MemberState, step: int) -> Steps[KnownVersion | None]:
-    """Ask the engine for the version of `step` or a later one. Return the version that it has then."""
-    before = me.policy
-    policy: KnownVersion | None = yield Sync(step)
-    me.policy = policy
-    if policy is not None and (before is None or before.seq != policy.seq):
-        yield from try_to_write_heartbeat(me)  # offers depend on the version, and the next heartbeat may be far away
-    return policy
 
 
 def _read_task(me: MemberState, attempt: AttemptId) -> Steps[tuple[Round, tuple[Row, ...]] | None]:
@@ -188,43 +194,6 @@ def _claim(me: MemberState, attempt: AttemptId, policy: KnownVersion) -> Steps[L
             me.working.discard(attempt)
     _remember(me, attempt)
     return lease if is_ours else None
-
-
-def _work(me: MemberState, attempt: AttemptId, record: Round, lease: Lease, rows: tuple[Row, ...]) -> Steps[None]:
-    """Generate and upload. If anything fails, the member drops the lease: it expires, and the task goes to another member."""
-    started = me.clock()
-    try:
-        rollouts: Rollouts | None = yield Generate(record, lease, rows)
-        if rollouts is None:
-            me.leaving = True
-            return
-        try:
-            data = rollouts.to_bytes()
-        except CorruptRollouts as error:
-            emit(me.on_event, "rollout-unusable", member=me.member, error=str(error))
-            return
-        key = fleet_keys.rollout_key(RolloutKey(*attempt, blake3(data).hexdigest()))
-        yield from _upload(me, key, data)
-        me.tokens += rollouts.tokens
-        me.busy_ms += max(0, me.clock() - started)
-        emit(me.on_event, "rollout-uploaded", member=me.member, round=attempt.round, task=attempt.task, tokens=rollouts.tokens)
-    finally:
-        me.working.discard(attempt)
-
-
-def _upload(me: MemberState, key: str, data: bytes) -> Steps[None]:
-    """Upload the result, however long the store is unavailable. The key has the hash of the bytes, so repeating does no harm."""
-    failures = 0
-    while True:
-        try:
-            yield Put(key, data)
-            return
-        except StoreError as error:
-            failures += 1
-            if not error.retryable or (me.leaving and failures >= _LAST_TRIES):
-                raise
-            emit(me.on_event, "member-retrying", member=me.member, failures=failures, error=str(error))
-        yield Sleep(me.pause(failures))
 
 
 def _remember(me: MemberState, attempt: AttemptId) -> None:
