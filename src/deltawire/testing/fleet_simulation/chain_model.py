@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 from ...errors import Fenced
@@ -22,6 +23,8 @@ class ChainModel:
 
     def __init__(self, random: Random) -> None:
         self._random = random
+        self.appended: Callable[[KnownVersion], None] = lambda version: None
+        """Called with every new version."""
         self.claimed = 0
         self.epoch = 0
         self.highest_step = 0
@@ -36,6 +39,10 @@ class ChainModel:
     def find(self, seq: int) -> KnownVersion | None:
         """Return a version as it is now; None for a commit that does not exist or is a fence."""
         return self._commits[seq] if 0 <= seq < len(self._commits) else None
+
+    def at(self, seq: int) -> KnownVersion | None:
+        """Return the version that was in force when commit `seq` was the newest."""
+        return next((version for version in reversed(self._commits[: max(0, seq + 1)]) if version is not None), None)
 
     def live(self) -> list[KnownVersion]:
         """Return the versions of the history that leads to the head, oldest first."""
@@ -82,4 +89,5 @@ class ChainModel:
         version = KnownVersion(len(self._commits), step, digest)
         self._live.append(version.seq)
         self._commits.append(version)
+        self.appended(version)
         return version

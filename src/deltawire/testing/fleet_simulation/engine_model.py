@@ -45,21 +45,39 @@ class EngineModel:
         self.sync_seconds = sync_seconds
         self._pinned = pinned
         self.version: KnownVersion | None = None
+        self._is_fetching = False
 
     def sync(self, thread: VirtualThread, request: Sync) -> None:
-        """Fetch the version that is newest now. It may be old when it arrives."""
+        """Fetch the version that is newest now. It may be old when it arrives. Wait for it if the engine's own version is too old."""
         target = self._chain.head()
         behind = target is not None and (self.version is None or self.version.seq != target.seq)
-        wanted = self.version is None or self.version.step < request.step or self._random.random() < 0.5
-        if behind and wanted and not (self._pinned and self.version is not None):
+        is_too_old = self.version is None or self.version.step < request.step
+        if self._pinned and self.version is not None:
+            self._kernel.later(0.0, thread.resume, target)
+            return
+        if behind and is_too_old:
             self._kernel.later(self.sync_seconds * (0.5 + self._random.random()), self._synced, thread, target)
-        else:
-            self._kernel.later(0.0, thread.resume, target if self._pinned else self.version)
+            return
+        if behind and not self._is_fetching and self._random.random() < 0.5:
+            self._is_fetching = True
+            self._kernel.later(self.sync_seconds * (0.5 + self._random.random()), self._fetched, thread, target)
+        self._kernel.later(0.0, thread.resume, self.version)
 
     def generate(self, thread: VirtualThread, request: Generate) -> None:
         """Complete every prompt. A version that is published meanwhile may be swapped in before the end."""
         lengths = [1 + self._random.randrange(_LONGEST) for _ in range(len(request.rows) * request.round.samples)]
         self._kernel.later(sum(lengths) / self.rate, self._generated, thread, request, lengths, self.version)
+
+    def _fetched(self, thread: VirtualThread, version: KnownVersion) -> None:
+        """Swap a version in that was fetched beside other work."""
+        if thread.process.running(self._fetched, thread, version):
+            self.version = version
+            self._is_fetching = False
+
+    def restart(self) -> None:
+        """Forget the version, as a new process does."""
+        self.version = None
+        self._is_fetching = False
 
     def _synced(self, thread: VirtualThread, version: KnownVersion) -> None:
         if thread.process.running(self._synced, thread, version):

@@ -88,12 +88,13 @@ class Process:
 
 
 class VirtualThread:
-    """One thread of a process: a generator of requests."""
+    """One thread of a process: a generator of requests. `title` is the name of its function."""
 
-    __slots__ = ("_ended", "_steps", "process")
+    __slots__ = ("_ended", "_steps", "process", "title")
 
     def __init__(self, process: Process, steps: Generator[Any, Any, Any], ended: Callable[[Any, Exception | None], None]) -> None:
         self.process = process
+        self.title: str = getattr(steps, "__name__", "")
         self._steps = steps
         self._ended = ended
 

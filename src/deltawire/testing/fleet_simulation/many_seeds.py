@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import sys
 from functools import partial
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -13,16 +14,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .scenario import Outcome, simulate
 
 
-def simulate_traced(seeds: range, members: int | None) -> list[Outcome]:
+class Fleet(NamedTuple):
+    """Which fleets to simulate: how many members they have at the start (None: the seed decides), and whether these live in regions."""
+
+    members: int | None = None
+    regions: bool = False
+
+
+def simulate_traced(seeds: range, fleet: Fleet) -> list[Outcome]:
     """Run the seeds one after the other, and print every event on stdout."""
 
     def write(line: str) -> None:
         sys.stdout.write(line + "\n")
 
-    return [simulate(seed, members=members, trace=write) for seed in seeds]
+    return [simulate(seed, members=fleet.members, regions=fleet.regions, trace=write) for seed in seeds]
 
 
-def simulate_many(seeds: range, members: int | None, jobs: int) -> list[Outcome]:
+def simulate_many(seeds: range, fleet: Fleet, jobs: int) -> list[Outcome]:
     """Run the seeds in `jobs` processes, with a progress bar on stderr. Return the outcomes by rising seed."""
     outcomes: list[Outcome] = []
     failures = 0
@@ -30,16 +38,16 @@ def simulate_many(seeds: range, members: int | None, jobs: int) -> list[Outcome]
     context = multiprocessing.get_context("spawn")
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar, context.Pool(jobs, gc.disable) as pool:
         task = bar.add_task("simulating", total=len(seeds))
-        for outcome in pool.imap_unordered(partial(_simulate, members=members), seeds, chunksize=4):
+        for outcome in pool.imap_unordered(partial(_simulate, fleet=fleet), seeds, chunksize=4):
             outcomes.append(outcome)
             failures += outcome.violation is not None
             bar.update(task, advance=1, description=f"simulating, {failures} failed" if failures else None)
     return sorted(outcomes, key=lambda one: one.seed)
 
 
-def _simulate(seed: int, *, members: int | None) -> Outcome:
+def _simulate(seed: int, *, fleet: Fleet) -> Outcome:
     """Run one seed in a worker process. The garbage collector is off during a run, because runs leave almost no reference cycles."""
-    outcome = simulate(seed, members=members)
+    outcome = simulate(seed, members=fleet.members, regions=fleet.regions)
     if seed % 16 == 0 or outcome.events > 100_000:
         gc.collect()
     return outcome

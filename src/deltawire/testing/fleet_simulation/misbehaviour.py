@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from ...format.digest import Digest
 from ...format.records.fleet_parts import AttemptId
-from ...format.records.member_records import Heartbeat, Lease
+from ...format.records.member_records import Heartbeat, Lease, LinkReport
 from ...format.rollouts import ClaimedVersion, Rollouts, TokenSpan
 from ...store import fleet_keys
 from ...store.fleet_keys import RolloutKey
@@ -64,7 +64,9 @@ class Misbehaviour:
         if result is not None and self.kind in self._changes:
             return self._changes[self.kind](Rollouts.parse(request.data), result)
         if self.kind == "boast" and request.key.startswith(fleet_keys.MEMBERS):
-            return [Put(request.key, replace(Heartbeat.parse(request.data), tokens=10**15, busy_ms=1, lag=0).to_bytes())]
+            link = LinkReport(10**15, 0, 0)
+            boast = replace(Heartbeat.parse(request.data), tokens=10**15, busy_ms=1, lag=0, link=link, behind_ms=0)
+            return [Put(request.key, boast.to_bytes())]
         if self.kind == "sybil" and request.key.startswith(fleet_keys.MEMBERS):
             beat = Heartbeat.parse(request.data)
             names = [f"{beat.member}-{self._random.randrange(30)}" for _ in range(30)]

@@ -13,8 +13,11 @@ from .engine_model import EngineModel
 from .misbehaviour import KINDS, Misbehaviour
 from .oracle import Violation
 from .parse_cache import cached_parsing
+from .region_faults import add_regions, end_link_faults, judge_regions, plan_link_faults
+from .region_model import RegionEngine
 from .store_model import Network
 from .trainer_model import Plan
+from .wan_link import PIECES
 from .world import Member, World
 
 _PATIENCE = 4 * 3600.0
@@ -47,6 +50,10 @@ class Outcome:
         How many requests were made, by kind of process, kind of request and folder of the store.
     trainers
         How many trainers were started.
+    copied
+        How many copies of versions relays fetched over the links of regions.
+    direct
+        How many copies of versions readers fetched from the origin, because a relay did not work.
     """
 
     seed: int
@@ -59,10 +66,12 @@ class Outcome:
     rejected: dict[str, int]
     requests: dict[tuple[str, str, str], int]
     trainers: int
+    copied: int = 0
+    direct: int = 0
 
 
-def simulate(seed: int, *, members: int | None = None, trace: Callable[[str], None] | None = None) -> Outcome:
-    """Run one seed. The same seed and number of members give the same run, event by event.
+def simulate(seed: int, *, members: int | None = None, regions: bool = False, trace: Callable[[str], None] | None = None) -> Outcome:
+    """Run one seed. The same seed, number of members and choice of regions give the same run, event by event.
 
     Parameters
     ----------
@@ -70,10 +79,12 @@ def simulate(seed: int, *, members: int | None = None, trace: Callable[[str], No
         The seed.
     members
         How many members there are at the start. By default the seed decides.
+    regions
+        Whether members live in regions with links and relays, which also fail.
     trace
         Called with one line for every event.
     """
-    world = _world(Random(f"fleet {seed}"), members, trace)
+    world = _world(Random(f"{'regions' if regions else 'fleet'} {seed}"), members, trace, regions=regions)
     violation = None
     try:
         with cached_parsing():
@@ -96,15 +107,17 @@ def simulate(seed: int, *, members: int | None = None, trace: Callable[[str], No
         rejected=dict(rejected),
         requests=dict(world.store.counts),
         trainers=len(world.trainers),
+        copied=sum(region.link.pieces.total() // PIECES for region in world.regions),
+        direct=sum(region.link.direct.total() for region in world.regions),
     )
 
 
-def _world(random: Random, members: int | None, trace: Callable[[str], None] | None) -> World:
-    size = members or _size(random)
+def _world(random: Random, members: int | None, trace: Callable[[str], None] | None, *, regions: bool) -> World:
+    size = members or _size(random, most=60 if regions else 3000)  # each reader of a region takes as long to simulate as a member
     large = size > 100
     plan = Plan(
         run=f"{random.getrandbits(128):032x}",
-        last_step=random.randint(2, 3) if large else random.randint(2, 7),
+        last_step=random.randint(2, 3) if large else random.randint(3, 10) if regions else random.randint(2, 7),
         tasks=random.randint(size // 4, size) if large else random.randint(1, 5),
         rows=random.randint(1, 2),
         budget=StalenessBudget(random.choice([0, 1, 1, 2, 3])),
@@ -119,18 +132,20 @@ def _world(random: Random, members: int | None, trace: Callable[[str], None] | N
         polls_while_training=random.random() < 0.7,
         untrainable=random.choice([0, 0, 1, 6]),
     )
-    network = Network(delay=random.choice([0.005, 0.05, 0.15]), timeout=random.choice([2.0, 10.0]))
+    network = Network(delay=random.choice([0.005, 0.05, 0.15]), timeout=random.choice([2.0, 10.0]), can_wait=random.random() < 0.5)
     granularity = random.choice([0.0, 0.0, 1.0])
     world = World(random, plan, network, granularity=granularity, member_poll=5.0 if large else random.choice([0.5, 1.0, 2.0]), trace=trace)
+    if regions:
+        add_regions(world)
     for _ in range(size):
-        join(world, rogue=random.random() < 0.25)
+        join(world, rogue=random.random() < (0.0 if world.is_calm else 0.25))
     return world
 
 
-def _size(random: Random) -> int:
+def _size(random: Random, *, most: int) -> int:
     draw = random.random()
     if draw < 0.001:
-        return random.randint(1000, 3000)
+        return min(most, random.randint(1000, 3000))
     return random.randint(10, 60) if draw < 0.03 else random.randint(1, 6)
 
 
@@ -138,17 +153,21 @@ def join(world: World, *, rogue: bool) -> None:
     """Add a new machine of any speed, whose clock may be wrong by an hour."""
     random = world.random
     kind = random.choice(KINDS) if rogue else None
-    engine = EngineModel(
-        world.kernel,
-        random,
-        world.chain,
-        rate=random.choice([0.5, 2.0, 2.0, 8.0]),
-        sync_seconds=random.choice([0.2, 2.0, 20.0]),
-        pinned=kind == "pinned",
+    rate, sync_seconds = random.choice([0.5, 2.0, 2.0, 8.0]), random.choice([0.2, 2.0, 20.0])
+    region = random.choice(world.regions) if world.regions and kind != "pinned" else None
+    engine = (
+        EngineModel(world.kernel, random, world.chain, rate=rate, sync_seconds=sync_seconds, pinned=kind == "pinned")
+        if region is None
+        else RegionEngine(world.kernel, random, world.chain, world.published, rate=rate)
     )
     misbehaviour = None if kind is None else Misbehaviour(kind, random, world.chain, world.store.objects)
     member = Member(
-        f"member{len(world.members)}", engine, random.choice([0.0, 0.0, 3600.0, -3600.0]), random.choice([1, 1, 2]), misbehaviour
+        f"member{len(world.members)}",
+        engine,
+        random.choice([0.0, 0.0, 3600.0, -3600.0]),
+        random.choice([1, 1, 2]),
+        misbehaviour,
+        region=region,
     )
     world.kernel.later(random.choice([0.0, 5.0, 60.0]) * random.random(), world.add_member, member)
     world.members[member.name] = member
@@ -158,13 +177,17 @@ def _run(world: World) -> None:
     random = world.random
     world.start_trainer()
     fault_seconds = random.choice([0.0, 60.0, 200.0, 600.0])
-    for _ in range(random.randint(0, 14) if fault_seconds else 0):
+    for _ in range(random.randint(0, 14) if fault_seconds and not world.is_calm else 0):
         world.kernel.later(fault_seconds * random.random(), _inject_fault, world)
+    if world.regions:
+        fault_seconds = max(fault_seconds, plan_link_faults(world))
     world.kernel.later(fault_seconds, _end_faults, world)
     world.kernel.run(fault_seconds + _PATIENCE, lambda: world.finished)
     if not world.finished:
         head = world.chain.head()
         raise Violation(f"the run does not go on: it is at step {head.step if head else None} of {world.plan.last_step}.")
+    if world.regions:
+        judge_regions(world)
 
 
 def _inject_fault(world: World) -> None:
@@ -178,6 +201,7 @@ def _end_faults(world: World) -> None:
     world.log("", "all faults end")
     world.faults_over = True
     world.network.clear()
+    end_link_faults(world)
     for process in [trainer.process for trainer in world.trainers] + [
         one.process for one in world.members.values() if one.process is not None
     ]:
@@ -229,7 +253,7 @@ def _tell_member_to_leave(world: World) -> None:
     member = _running_member(world)
     if member is not None and member.state is not None:
         world.log(member.name, "is told to leave")
-        member.state.leaving = True
+        member.state.leave()
         member.retired = world.random.random() < 0.5
 
 

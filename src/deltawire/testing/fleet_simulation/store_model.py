@@ -9,16 +9,19 @@ import contextlib
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from random import Random
 from typing import Any, Protocol
 
+from blake3 import blake3
+
 from ...errors import LimitExceeded, ObjectExists, ObjectMissing, OutcomeUnknown, StoreUnavailable
-from ...fleet.steps.requests import MOST_TOGETHER, Together
+from ...fleet.steps.requests import MOST_TOGETHER, Together, Watch
 from ...store.base import ObjectInfo, check_create, check_key, check_prefix
 from ...store.requests import Create, Delete, Get, Head, List, Put
 from .kernel import Kernel, Process
+from .wan_link import WanLink
 
 _ORIGIN = datetime(2031, 5, 17, 3, 20, tzinfo=timezone.utc)
 """The store's time at the start. It is far from the clocks of all processes of a simulation."""
@@ -44,6 +47,8 @@ class Network:
         After about how many seconds a sender gives up.
     down
         Whether every request fails.
+    can_wait
+        Whether the store holds a `Watch` back until the object changes. Otherwise it answers at once.
     """
 
     delay: float = 0.05
@@ -53,6 +58,7 @@ class Network:
     stale_hints: float = 0.0
     timeout: float = 10.0
     down: bool = False
+    can_wait: bool = False
 
     def clear(self) -> None:
         """End all faults. The delay stays."""
@@ -93,6 +99,7 @@ class Objects:
         self._before: dict[str, bytes] = {}
         self.created: Callable[[str, bytes], None] = lambda key, data: None
         """Called with key and bytes of every new object."""
+        self._waiting: dict[str, list[Callable[[], None]]] = {}
 
     def time(self) -> datetime:
         """Return the time that the store's clock shows."""
@@ -118,6 +125,10 @@ class Objects:
                 if len(data) > limit:
                     raise LimitExceeded(f"{key!r} has {len(data)} bytes.")
                 return data
+            case Watch(key, limit, tag):
+                data = self.perform(Get(key, limit), stale=stale)
+                found = blake3(data).hexdigest()
+                return None if found == tag else (data, found)
             case List(prefix, after, before):
                 return self._list(prefix, after, before)
             case Create(key, data):
@@ -139,6 +150,10 @@ class Objects:
                 return None
         raise TypeError(f"the store knows no request {request!r}")
 
+    def call_when_written(self, key: str, call: Callable[[], None]) -> None:
+        """Call a function when an object is next written."""
+        self._waiting.setdefault(key, []).append(call)
+
     def _find(self, key: str) -> tuple[bytes, ObjectInfo]:
         found = self._objects.get(check_key(key))
         if found is None:
@@ -153,6 +168,8 @@ class Objects:
             self.created(key, data)
         else:
             self._before[key] = old[0]
+        for call in self._waiting.pop(key, ()):
+            call()
 
     def _delete(self, key: str) -> None:
         if self._objects.pop(key, None) is not None:
@@ -191,6 +208,8 @@ class StoreModel:
         self.objects = Objects(lambda: kernel.now, granularity=granularity)
         self.counts: Counter[tuple[str, str, str]] = Counter()
         self.trace: Callable[[str, str], None] | None = None
+        self.links: dict[str, WanLink] = {}
+        """The links of processes that are not at the origin, by their names."""
 
     def submit(self, thread: Requester, request: Any) -> None:
         """Send a request. The thread gets the answer or an error later."""
@@ -198,9 +217,10 @@ class StoreModel:
             _RequestGroup(self, thread, request).begin()
             return
         draw, network, later = self.random.random, self.network, self.kernel.later
-        self.counts[thread.process.kind, type(request).__name__.lower(), _folder(request)] += 1
-        out = network.delay * (0.5 + draw())
-        if thread.process.cut_off or network.down or draw() < network.lost:
+        self.counts[thread.process.kind, type(request).__name__.lower().replace("watch", "get"), folder_of(request)] += 1
+        link = self.links.get(thread.process.name)
+        out = network.delay * (0.5 + draw()) + (0.0 if link is None else link.send_seconds(request))
+        if thread.process.cut_off or (link is not None and link.is_cut) or network.down or draw() < network.lost:
             later(network.timeout * (0.5 + draw()), thread.fail, self._unclear(request))
             return
         fate = draw()
@@ -211,7 +231,7 @@ class StoreModel:
             later(network.timeout * (1 + 9 * draw()), self._land, thread, request)
             later(network.timeout, thread.fail, self._unclear(request))
         else:
-            later(out, self._answer, thread, request)
+            later(out, self.answer, thread, request)
 
     def _land(self, thread: Requester, request: Any) -> None:
         """Do a request whose answer will not arrive."""
@@ -219,8 +239,10 @@ class StoreModel:
         with contextlib.suppress(ObjectExists, ObjectMissing, LimitExceeded):
             self.objects.perform(request)
 
-    def _answer(self, thread: Requester, request: Any) -> None:
-        back = self.network.delay * (0.5 + self.random.random())
+    def answer(self, thread: Requester, request: Any) -> None:
+        """Do a request that has arrived, and send the answer."""
+        link = self.links.get(thread.process.name)
+        back = self.network.delay * (0.5 + self.random.random()) + (0.0 if link is None else link.delay)
         stale = self.network.stale_hints > 0 and self.random.random() < self.network.stale_hints
         try:
             answer = self.objects.perform(request, stale=stale)
@@ -229,6 +251,13 @@ class StoreModel:
             self.kernel.later(back, thread.fail, error)
         else:
             self._log(thread, request, f"{len(answer)} found" if isinstance(request, List) else "")
+            if isinstance(request, Watch) and answer is None and request.seconds > 0:
+                if self.network.can_wait:
+                    held = _HeldWatch(self, thread, request)
+                    self.objects.call_when_written(request.key, held)
+                    self.kernel.later(request.seconds, held)
+                    return
+                back += request.seconds
             self.kernel.later(back, thread.resume, answer)
 
     def _log(self, thread: Requester, request: Any, outcome: str) -> None:
@@ -239,6 +268,20 @@ class StoreModel:
         if isinstance(request, Create) and self.random.random() < 0.8:
             return OutcomeUnknown(f"create of {request.key!r} was sent, but no answer came.")
         return StoreUnavailable(f"no answer to {type(request).__name__} of {_subject(request)!r}.")
+
+
+class _HeldWatch:
+    """Answers a `Watch` when it is first called: when the object was written, or when the time is over."""
+
+    def __init__(self, store: StoreModel, thread: Requester, request: Watch) -> None:
+        self._store = store
+        self._thread = thread
+        self._request: Watch | None = request
+
+    def __call__(self) -> None:
+        if self._request is not None:
+            request, self._request = replace(self._request, seconds=0.0), None
+            self._store.kernel.later(0.0, self._store.answer, self._thread, request)
 
 
 class Requester(Protocol):
@@ -295,5 +338,7 @@ def _subject(request: Any) -> str:
     return str(request.keys[0]) if isinstance(request, Delete) else str(request.key)
 
 
-def _folder(request: Any) -> str:
-    return _subject(request).split("/")[1].partition(".")[0]
+def folder_of(request: Any) -> str:
+    """Return the folder of the fleet, or of the chain, that a request is about."""
+    first, _, rest = _subject(request).partition("/")
+    return (rest.split("/")[0] if first == "fleet" else first).partition(".")[0]

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...errors import DeltawireError
 from ...fleet.options import FleetOptions
+from ...fleet.rules.scheduler import Scheduler
 from ...fleet.rules.staleness import KnownVersion, StalenessBudget
 from ...fleet.steps.coordinator_steps import CoordinatorSteps
 from ...fleet.steps.trainer_context import TrainerContext
@@ -60,6 +61,8 @@ class Plan:
         Whether the trainer polls the fleet while it trains.
     untrainable
         How many of 16 results fail in training, and are rejected after their acknowledgement.
+    scheduler
+        Makes what decides how many tasks each member is offered.
     """
 
     run: str
@@ -72,6 +75,7 @@ class Plan:
     checkpoint_every: int
     polls_while_training: bool = True
     untrainable: int = 0
+    scheduler: Callable[[], Scheduler] = Scheduler
 
 
 @dataclass(slots=True)
@@ -106,7 +110,7 @@ class TrainerModel:
             budget=self.plan.budget,
             options=self.plan.options,
         )
-        fleet = self.coordinator = CoordinatorSteps(trainer, newest=newest, ticks=self.ticks)
+        fleet = self.coordinator = CoordinatorSteps(trainer, newest=newest, ticks=self.ticks, scheduler=self.plan.scheduler())
         yield from self._retry(fleet.resume)
         while history.step < self.plan.last_step:
             yield from self._train(fleet, history)
@@ -131,11 +135,9 @@ class TrainerModel:
 
     def _wait_for_training(self, fleet: CoordinatorSteps) -> Generator[Any, Any, None]:
         """Wait while a step is trained. Poll the fleet meanwhile, as `Coordinator` does in the background, and ignore errors there."""
-        left = self.plan.train_seconds
-        while left > 0:
-            pause = min(left, self.plan.options.poll_seconds)
-            yield Sleep(pause)
-            left -= pause
+        end = self.ticks() + self.plan.train_seconds
+        while (left := end - self.ticks()) > 0:
+            yield Sleep(min(left, self.plan.options.poll_seconds))
             if self.plan.polls_while_training:
                 with contextlib.suppress(DeltawireError):
                     yield from fleet.poll()

@@ -9,15 +9,18 @@ from random import Random
 from typing import Any
 
 from ...errors import DeltawireError, Fenced
+from ...fleet.steps.claim_steps import claim_steps
 from ...fleet.steps.member_state import MemberState, heartbeat_steps, leave_steps
-from ...fleet.steps.member_steps import member_steps
-from ...fleet.steps.requests import FindVersion, Generate, Sync
-from ...store.requests import Sleep
+from ...fleet.steps.requests import FindVersion, Generate, Sync, Wait
+from ...fleet.steps.work_steps import upload_steps, work_steps
+from ...store import fleet_keys
+from ...store.requests import Put, Sleep
 from .chain_model import ChainModel
 from .engine_model import EngineModel
 from .kernel import Kernel, Process, VirtualThread
 from .misbehaviour import Misbehaviour
 from .oracle import History, Oracle, Violation
+from .region_model import Region
 from .store_model import Network, StoreModel
 from .trainer_model import ExternalAction, Plan, TrainerModel
 
@@ -34,7 +37,7 @@ class Member:
         Its engine.
     clock_offset
         By how many seconds its clock is wrong.
-    threads
+    slots
         How many tasks it works on at the same time.
     misbehaviour
         How it breaks the rules; None for an honest member.
@@ -46,17 +49,20 @@ class Member:
         Whether the machine never comes back.
     running
         How many of its threads still work.
+    region
+        The region that it lives in; None for the origin's own.
     """
 
     name: str
     engine: EngineModel
     clock_offset: float
-    threads: int
+    slots: int
     misbehaviour: Misbehaviour | None = None
     process: Process | None = None
     state: MemberState | None = None
     retired: bool = False
     running: int = 0
+    region: Region | None = None
 
     @property
     def honest(self) -> bool:
@@ -102,6 +108,14 @@ class World:
         Whether no more faults happen.
     trace
         Called with one line for every event.
+    watch
+        Called with every request of every process, when it is made.
+    regions
+        The regions that members live in; empty if all of them are at the origin.
+    published
+        When each version was published, by the number of its commit.
+    is_calm
+        Whether nothing fails except links and relays, so that no other fault explains a step that takes long.
     """
 
     random: Random
@@ -116,6 +130,10 @@ class World:
     finished: bool = False
     faults_over: bool = False
     trace: Callable[[str], None] | None = None
+    watch: Callable[[VirtualThread, Any], None] | None = None
+    regions: list[Region] = field(default_factory=list)
+    published: dict[int, float] = field(default_factory=dict)
+    is_calm: bool = False
     chain: ChainModel = field(init=False)
     store: StoreModel = field(init=False)
     oracle: Oracle = field(init=False)
@@ -123,6 +141,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.chain = ChainModel(self.random)
+        self.chain.appended = lambda version: self.published.__setitem__(version.seq, self.kernel.now)
         self.store = StoreModel(self.kernel, self.random, self.network, granularity=self.granularity)
         self.oracle = Oracle(self.plan.run, self.chain, self.store.objects, self.plan.budget)
         if self.trace is not None:
@@ -193,13 +212,15 @@ class World:
     def add_member(self, member: Member) -> None:
         """Add a machine, and start its member."""
         self.members[member.name] = member
+        if member.region is not None:
+            self.store.links[member.name] = member.region.link
         self.start_member(member)
 
     def start_member(self, member: Member) -> None:
         """Start the member's process, unless it runs or is retired."""
         if member.retired or self.finished or (member.process is not None and member.process.alive and member.running):
             return
-        member.engine.version = None
+        member.engine.restart()
         process = member.process = Process(member.name, self.kernel, self.perform)
         state = member.state = MemberState(
             self.plan.run,
@@ -208,13 +229,18 @@ class World:
             self.draw_nonce,
             self.clock(member.clock_offset),
             self.random.random,
+            lambda: self.kernel.now,
             poll_seconds=self.member_poll,
+            slots=member.slots,
         )
         self.log(member.name, "starts")
-        member.running = member.threads
-        for _ in range(member.threads):
-            process.start(member_steps(state), lambda value, error: self._thread_ended(member, process, error))
+        threads = [claim_steps(state), upload_steps(state), *(work_steps(state) for _ in range(member.slots))]
+        member.running = len(threads)
+        for steps in threads:
+            process.start(steps, lambda value, error: self._thread_ended(member, process, error))
         process.start(heartbeat_steps(state), lambda value, error: self._heartbeat_ended(member, error))
+        if member.region is not None:
+            member.region.join(process, member.engine, state)
 
     def kill_member(self, member: Member, restart_after: float | None) -> None:
         """Kill a member, and start it again after this many seconds; None if the machine does not come back."""
@@ -229,7 +255,7 @@ class World:
         if error is not None and not isinstance(error, DeltawireError):
             raise _unexpected(member.name, error)
         assert member.state is not None
-        member.state.leaving = True  # as in the real process, the end of one thread ends all
+        member.state.leave()  # as in the real process, the end of one thread ends all
         member.running -= 1
         if member.running == 0:
             self.log(member.name, "leaves")
@@ -252,9 +278,15 @@ class World:
     def perform(self, thread: VirtualThread, request: Any) -> None:
         """Answer a request of any process after some time."""
         process = thread.process
+        if self.watch is not None:
+            self.watch(thread, request)
         match request:
             case Sleep(seconds):
                 self.kernel.later(seconds, thread.resume, None)
+            case Wait(signal, seen, seconds):
+                answer = _Once(self.kernel, thread)
+                signal.call_once(seen, answer)
+                self.kernel.later(seconds, answer)
             case ExternalAction():
                 self.kernel.later(request.seconds, self._do, thread, request)
             case FindVersion(seq):
@@ -263,6 +295,7 @@ class World:
                 self.members[process.name].engine.sync(thread, request)
             case Generate():
                 member = self.members[process.name]
+                self._judge_begin(member, request)
                 if member.misbehaviour is None or member.misbehaviour.kind != "hog":
                     member.engine.generate(thread, request)
             case _:
@@ -276,6 +309,8 @@ class World:
 
     def _send(self, thread: VirtualThread, request: Any) -> None:
         member = self.members.get(thread.process.name)
+        if member is not None and member.honest and isinstance(request, Put) and request.key.startswith(fleet_keys.MEMBERS):
+            self._judge_heartbeat(member)
         if member is None or member.misbehaviour is None:
             self.store.submit(thread, request)
             return
@@ -283,6 +318,20 @@ class World:
         self.store.submit(thread, first)
         for other in others:
             self.store.submit(_IgnoresAnswers(thread.process), other)
+
+    def _judge_begin(self, member: Member, request: Generate) -> None:
+        """Check that an honest member begins a task only with a version that may do it."""
+        policy = None if member.state is None else member.state.policy
+        if member.honest and (policy is None or not request.round.oldest_step <= policy.step < request.round.for_step):
+            raise Violation(f"{member.name} begins a task of round {request.round.round} with a version that may not do it.")
+
+    def _judge_heartbeat(self, member: Member) -> None:
+        """Check that an honest member names only tasks that it holds: queued, begun, made, or about to be leased."""
+        state = member.state
+        assert state is not None
+        known = {claim.attempt for claim in state.queue} | {made.attempt for made in state.made}
+        if len(state.working - known) > len(state.begun) + 1:
+            raise Violation(f"{member.name} names tasks in its heartbeat that it does not hold any more.")
 
     def _die(self, process: Process) -> None:
         if process.name in self.members:
@@ -313,6 +362,19 @@ class World:
 
     def _offset(self) -> float:
         return self.random.choice([0.0, 3600.0, -3600.0, 7.5e7])
+
+
+class _Once:
+    """Resumes a thread when it is first called, and does nothing after that."""
+
+    def __init__(self, kernel: Kernel, thread: VirtualThread) -> None:
+        self._kernel = kernel
+        self._thread: VirtualThread | None = thread
+
+    def __call__(self) -> None:
+        if self._thread is not None:
+            self._kernel.later(0.0, self._thread.resume, None)
+            self._thread = None
 
 
 class _IgnoresAnswers:
