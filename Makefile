@@ -25,9 +25,11 @@ MORE ?= 20
 STORE ?=
 # The recipe by which `make demo` quantises the policy, such as fp8-block (docs/quantise.md). By default it is published in bf16.
 QUANTISE ?=
+# Options of `make bench-wan`: WAN=--help lists them.
+WAN ?=
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 
-.PHONY: help test test-vllm test-ray docs lint demo bench fuzz fuzz-chains fuzz-properties chaos clean
+.PHONY: help test test-vllm test-ray docs lint demo bench bench-wan fuzz fuzz-chains fuzz-properties chaos clean
 help:
 	@echo "make demo   a whole RL run on this machine: a trainer, members that are slow, killed or late (3 minutes; STORE=s3://… for a bucket, QUANTISE=fp8-block for a quantised policy)"
 	@echo "make test   all tests (2.7 GB of packages; VLLM= leaves out vLLM and TRL, RAY= leaves out Ray)"
@@ -36,6 +38,7 @@ help:
 	@echo "make docs   the documentation as a site, in build/site"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make bench  all benchmarks (minutes, needs 6 GiB of memory); writes benchmarks/results/"
+	@echo "make bench-wan  updates over emulated WAN links (12 minutes on free cores; needs root, iproute2, g++ and 10 GiB of memory; WAN=--quick)"
 	@echo "make fuzz   the native codec under sanitizers, with hostile payloads (RUNS=10000000 of them, SEED=1; docs/fuzzing.md)"
 	@echo "make chaos  publishers, readers and a real SeaweedFS that are killed and frozen, and an independent checker (MINUTES=5)"
 	@echo "make fuzz-chains  everything that reads a chain, with hostile chains whose hashes are right (CHAINS=2000 of them)"
@@ -106,6 +109,10 @@ demo: $(VENV)/.installed $(VENV)/.trainers
 
 bench: $(VENV)/.installed $(VENV)/.trainers
 	$(BIN)/python benchmarks/run.py --trace "$(TRACE)"
+
+# The links are emulated in network namespaces, and are removed in the end.
+bench-wan: $(VENV)/.installed
+	cd benchmarks && ../$(BIN)/python -m wan $(WAN)
 
 chaos: $(VENV)/.installed
 	$(BIN)/python tests/chaos/run.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

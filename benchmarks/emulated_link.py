@@ -21,19 +21,31 @@ class EmulatedLink(Store):
         Seconds that each request waits.
     bandwidth
         Bytes per second that all requests share.
+    streams
+        The transfers that callers should run at the same time.
     """
 
-    def __init__(self, inner: Store, *, latency: float, bandwidth: float) -> None:
+    def __init__(self, inner: Store, *, latency: float, bandwidth: float, streams: int = 4) -> None:
         self.inner = inner
         self.url = inner.url
         self._latency = latency
         self._bandwidth = bandwidth
+        self._streams = streams
         self._line = threading.Lock()
+
+    @property
+    def streams(self) -> int:
+        return self._streams
 
     def get(self, key: str, *, limit: int) -> bytes:
         data = self.inner.get(key, limit=limit)
         self._wait(len(data))
         return data
+
+    def get_if_changed(self, key: str, *, limit: int, tag: str | None) -> tuple[bytes, str] | None:
+        found = self.inner.get_if_changed(key, limit=limit, tag=tag)
+        self._wait(0 if found is None else len(found[0]))
+        return found
 
     def head(self, key: str) -> ObjectInfo:
         self._wait(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from deltawire.store.memory import MemoryStore
 from deltawire.store.requests import ask_store
 from deltawire.testing.fleet_simulation.engine_model import EngineModel
 from deltawire.testing.fleet_simulation.parse_cache import cached_parsing
+from deltawire.testing.fleet_simulation.profile import CATEGORIES, GENERATING, Profile
 from deltawire.testing.fleet_simulation.store_model import Network, StoreModel
 from deltawire.testing.fleet_simulation.trainer_model import Plan
 from deltawire.testing.fleet_simulation.world import Member, World
@@ -27,7 +29,7 @@ from deltawire.testing.fleet_simulation.world import Member, World
 ROUND_TRIP = 0.1
 TASK_SECONDS = 15.0
 TASKS_EACH = 4
-STEPS = 2
+STEPS = 6
 LEAST_REAL_TASKS = 64
 
 
@@ -70,14 +72,21 @@ def world_of(members: int, *, tasks: int, steps: int, task_seconds: float) -> Wo
     return world
 
 
-def over_a_wan(members: int) -> World:
-    """Count requests, and measure the duration of rounds, in virtual time with a latency of 100 ms."""
+def over_a_wan(members: int, *, can_wait: bool = False) -> tuple[World, Profile]:
+    """Count requests, and attribute the time of members, in virtual time with a latency of 100 ms."""
     world = world_of(members, tasks=TASKS_EACH * members, steps=STEPS, task_seconds=TASK_SECONDS)
+    world.network.can_wait = can_wait
+    profile = Profile(world)
     world.start_trainer()
-    with cached_parsing():
-        world.kernel.run(1e6, lambda: world.finished)
+    gc.collect()
+    gc.disable()  # the run makes many objects that live until its end
+    try:
+        with cached_parsing():
+            world.kernel.run(1e6, lambda: world.finished)
+    finally:
+        gc.enable()
     assert world.finished
-    return world
+    return world, profile
 
 
 def leases_per_second(members: int, real: Store) -> float:
@@ -98,8 +107,8 @@ def leases_per_second(members: int, real: Store) -> float:
         return store.counts["member", "create", ""] / seconds
 
 
-def measure(sizes: tuple[int, ...] = (1, 8, 64, 512)) -> Table:
-    """Measure fleets of all these sizes."""
+def measure(sizes: tuple[int, ...] = (1, 8, 64, 512)) -> list[Table]:
+    """Measure fleets of all these sizes: what they cost, and where the time of their members goes."""
     table = Table(
         "fleet-coordination",
         f"Fleet coordination: {TASKS_EACH} tasks a member and round, {STEPS} rounds, tasks of about {TASK_SECONDS:.0f} s, "
@@ -117,25 +126,25 @@ def measure(sizes: tuple[int, ...] = (1, 8, 64, 512)) -> Table:
             "leases/s, local directory",
         ],
     )
-    totals = {}
+    totals, shares = {}, {}
     for members in sizes:
-        world = over_a_wan(members)
+        world, profile = over_a_wan(members)
+        shares[members] = profile.shares()
         accepted = world.oracle.accepted
         counts: Counter[str] = Counter()
         for (kind, request, folder), count in world.store.counts.items():
             counts[_sort(kind, request, folder)] += count
         leases = world.store.counts["member", "create", "lease"]
-        busy = accepted * TASK_SECONDS / (members * world.kernel.now)
         totals[members] = sum(counts.values()) / accepted
         with tempfile.TemporaryDirectory() as folder:
             real = [leases_per_second(members, store) for store in (MemoryStore(), open_store(folder))]
         each = [f"{counts[sort] / accepted:.2f}" for sort in ("work", "board", "heartbeats", "trainer")]
-        row = [f"{members}", f"{leases / world.kernel.now:.2f}", f"{busy:.0%}", f"{totals[members]:.1f}", *each]
+        row = [f"{members}", f"{leases / world.kernel.now:.2f}", f"{shares[members][GENERATING]:.0%}", f"{totals[members]:.1f}", *each]
         table.rows.append([*row, *(f"{leases:,.0f}" for leases in real)])
     table.notes.append(
         "All columns except the last two are in virtual time: the real steps of trainer and members over a modelled store. The length of "
-        "tasks bounds the leases there. Members look at the board before each task, and once a second while they wait; the trainer polls "
-        "once a second."
+        "tasks bounds the leases there. Members at work generate; the start and the end of the run count as well. Members look at the "
+        "board before each task, and once a second while they have none; the trainer polls once a second."
     )
     table.notes.append(
         "The last two are in real time, and bound by one thread. In it the trainer and all members run one round of one task for "
@@ -144,6 +153,19 @@ def measure(sizes: tuple[int, ...] = (1, 8, 64, 512)) -> Table:
     )
     largest, smallest = max(sizes), min(sizes)
     table.check(f"no more requests per rollout with {largest} members than with {smallest}", totals[largest] <= totals[smallest])
+    least = min(each[GENERATING] for each in shares.values())
+    table.check(f"members of every fleet are at work for at least 90% of the time ({least:.0%})", least >= 0.9)
+    return [table, _profile_table(shares)]
+
+
+def _profile_table(shares: dict[int, dict[str, float]]) -> Table:
+    """Return where the time of members goes."""
+    table = Table("fleet-profile", "The time of members in these runs", ["a member is", *(f"{members} members" for members in shares)])
+    for category in CATEGORIES:
+        table.rows.append([category, *(f"{each[category]:.1%}" for each in shares.values())])
+    table.notes.append(
+        "A member that generates is at work, whatever else it does at the same time. Otherwise its time belongs to what it waits for."
+    )
     return table
 
 

