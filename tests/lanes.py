@@ -28,7 +28,10 @@ SYSTEMS = [f"{TESTS}/{name}" for name in ("faults", "fleet", "integration")]
 """Tests with many processes, with servers of stores, or with long waits."""
 VLLM = [f"{TESTS}/vllm", f"{TESTS}/docs/test_parameters.py"]
 """Tests with a real vLLM. Most of them skip themselves where it is not installed."""
-TRL = [f"{TESTS}/{name}.py" for name in ("vllm/test_trl", "trainers/test_trl_samples", "rl/test_trl_worker", "fleet/test_trl_rollouts")]
+TRL = [
+    f"{TESTS}/{name}.py"
+    for name in ("vllm/test_trl", "trainers/test_trl_samples", "rl/test_trl_worker", "rl/test_trl_replay", "fleet/test_trl_rollouts")
+]
 """Tests with a real TRL, some also with a real vLLM. They skip themselves where these are not installed."""
 RAY = [f"{TESTS}/fleet/test_ray.py"]
 """A real Ray cluster of two nodes. These tests skip themselves where Ray is not installed."""
