@@ -12,6 +12,8 @@ retry          repetition of failed requests
 link_estimate  the measured link to a store
 rate_limit     bytes and requests per second that the user allows
 stream_gate    how many transfers run at the same time
+stream_ramp    how that number grows on a new link
+known_links    that number, for the next store at the same place
 wrapped        a store in front of another one
 sources        an origin and copies of it as one store, with what is known about each copy in copies
 probe          checks whether a store is suitable

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _SLOWEST = 256 * 1024  # an upload slower than this many bytes per second is given up
 _LONGEST_DOWNLOAD = timedelta(hours=6)  # replaces the library's limit of 30 s; a download without progress ends much earlier
+_IDLE = timedelta(minutes=15)  # connections stay open between versions, unless the service closes them; a new one begins slowly
 _REGION = re.compile(r"[A-Za-z0-9-]{1,63}")
 _HUGGING_FACE = "https://s3.hf.co"
 
@@ -108,7 +109,7 @@ def _s3(bucket: str, prefix: str, url: str, options: StoreOptions, endpoint: str
 def _remote(
     client: Callable[[ClientConfig, RetryConfig], ObjectStore], url: str, prefix: str, options: StoreOptions, endpoint: str | None
 ) -> RemoteStore:
-    common: ClientConfig = {"allow_http": _plain_http(endpoint, options), **_without_proxy(endpoint)}
+    common: ClientConfig = {"pool_idle_timeout": _IDLE, "allow_http": _plain_http(endpoint, options), **_without_proxy(endpoint)}
     timeout = timedelta(seconds=options.timeout)
     upload = timedelta(seconds=options.timeout + MULTIPART_STREAMS * options.multipart_bytes / _SLOWEST)
     once: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
@@ -36,11 +37,12 @@ from .base import (
     failure,
     is_key,
 )
+from .known_links import KNOWN
 from .link_estimate import LinkEstimate
 from .rate_limit import RateLimit
 from .remote_errors import CLIENT_ERRORS, bucket_missing, creation_failed, translated
 from .retry import Retry
-from .stream_gate import StreamGate, Transfer
+from .stream_gate import FIRST_STREAMS, StreamGate, Transfer
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
 
 _PAGE = 1000  # S3's largest page of a listing, and largest batch of a deletion
 _PIECE = 1  # the fewest bytes that the client library hands over at once; with more, it loses some at a cut
-_REPORT = 256 * 1024  # bytes that are reported at a time
+_FIRST_REPORT, _REPORT = 32 * 1024, 256 * 1024  # bytes that are reported at a time: few at first, since a new connection is slow
 _SMALLEST_RANGE = 256 * 1024  # objects are not cut into smaller ranges, since every request costs time and money
 _SMALL = MAX_CREATE_BYTES  # transfers up to this size do not wait for others, since records must not be late
 _LONGEST_TAG = 1024  # characters of an ETag that is sent back to the service
@@ -90,13 +92,14 @@ class RemoteStore(Store):
         self._options = options
         self._retry = retry or Retry(options.retries)
         self._rate = rate or RateLimit(options.max_rate, options.max_requests)
-        self._down = StreamGate(most=options.streams)
-        self._up = StreamGate(most=options.streams)
+        self._link_name = f"{endpoint} {url.removesuffix(prefix)}"  # the bucket, because all its prefixes are behind the same link
+        self._down = StreamGate(first=KNOWN.width(f"{self._link_name} down", FIRST_STREAMS), most=options.streams)
+        self._up = StreamGate(first=KNOWN.width(f"{self._link_name} up", FIRST_STREAMS), most=options.streams)
         self._pool = ThreadPoolExecutor(options.streams, thread_name_prefix="deltawire-read")  # starts no thread before the first use
 
     @property
     def streams(self) -> int:
-        return max(self._down.width, self._up.width)
+        return max(self._down.room, self._up.room)
 
     @property
     def link(self) -> LinkEstimate:
@@ -198,6 +201,9 @@ class RemoteStore(Store):
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        for way, gate in {"down": self._down, "up": self._up}.items():
+            if gate.is_measured:
+                KNOWN.note(f"{self._link_name} {way}", gate.width)
 
     def _path(self, key: str) -> str:
         return self._root + check_key(key)
@@ -208,13 +214,16 @@ class RemoteStore(Store):
 
         def attempt() -> tuple[bytes, str | None] | None:
             self._rate.request()
+            began = time.monotonic()
             with self._translating("get", key):
                 try:
                     result = obstore.get(self._clients.download, path, options={} if unless is None else {"if_none_match": unless})
                 except NotModifiedError:
                     if unless is None:
                         raise
+                    self._heard(time.monotonic() - began)
                     return None
+                self._heard(time.monotonic() - began)
                 size = result.meta["size"]
                 if size > limit:
                     raise LimitExceeded(failure("get", key, self.url, f"it has {size} bytes, more than the {limit} allowed."))
@@ -223,6 +232,10 @@ class RemoteStore(Store):
                 return data, result.meta["e_tag"]
 
         return self._retry.call(attempt)
+
+    def _heard(self, seconds: float) -> None:
+        for gate in (self._down, self._up):
+            gate.heard(seconds)
 
     @contextlib.contextmanager
     def _translating(self, operation: str, key: str) -> Iterator[None]:
@@ -240,9 +253,10 @@ class RemoteStore(Store):
         """Read a range. After a cut, continue at the first byte that is missing."""
         path = self._path(key)
         filled = reported = 0
+        enough = _FIRST_REPORT
 
         def attempt() -> None:
-            nonlocal filled, reported
+            nonlocal filled, reported, enough
             if filled == len(part):  # the connection was cut after the last byte
                 return
             self._rate.request()
@@ -256,12 +270,12 @@ class RemoteStore(Store):
                         raise DataDamaged(failure("read", key, self.url, f"more came than the {len(part)} bytes that were asked for."))
                     part[filled : filled + len(piece)] = memoryview(piece)
                     filled += len(piece)
-                    if filled - reported >= _REPORT or filled == len(part):
+                    if filled - reported >= enough or filled == len(part):
                         transfer.moved(filled - reported)
                         self._rate.transfer(filled - reported)
                         if progress is not None:
                             progress(filled - reported)
-                        reported = filled
+                        reported, enough = filled, min(2 * enough, _REPORT)
             if filled < len(part):
                 raise DataDamaged(failure("read", key, self.url, f"it ends at byte {start + filled}, before {start + len(part)}."))
 

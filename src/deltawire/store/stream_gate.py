@@ -1,7 +1,8 @@
 """Limit how many transfers run at the same time, and let the limit follow the measured link.
 
 One stream is slow on a link with a long delay, and too many streams share a narrow link without any gain. So the number of streams starts
-small, grows while goodput grows, and shrinks when goodput falls or transfers fail.
+small, doubles in each round trip while goodput grows (`stream_ramp`), then follows the goodput in small steps, and shrinks when goodput
+falls or transfers fail.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from .link_estimate import LinkEstimate
+from .stream_ramp import Ramp, first_width
 
+FIRST_STREAMS = 4
+"""The width at the beginning, if nothing is known about a link."""
+
+_SHORTEST_ROUND = 0.05
 _SHORTEST_WINDOW = 0.25
 _LATENCIES_PER_WINDOW = 2
 _FEWEST_REPORTS, _REPORTS_PER_STREAM = 16, 4
@@ -46,7 +52,8 @@ class _Trial:
 class StreamControl:
     """Decides how many transfers should run at the same time. It has no threads and no locks, and its time comes from `clock`.
 
-    Time counts only while a transfer runs. It is divided into windows, and the width changes at most once in each.
+    Time counts only while a transfer runs. It is divided into rounds at first, and into longer windows later. The width changes at most
+    once in each.
 
     Parameters
     ----------
@@ -58,14 +65,19 @@ class StreamControl:
         Returns the current time in seconds.
     """
 
-    def __init__(self, *, first: int = 4, most: int = 64, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, first: int = FIRST_STREAMS, most: int = 64, clock: Callable[[], float] = time.monotonic) -> None:
         self.width = min(first, most)
         self.running = 0
         self._most = most
         self._clock = clock
-        self._last = clock()
+        self._last = self._ended = clock()
         self._latencies: deque[float] = deque(maxlen=_REMEMBERED)
+        self._delays: deque[float] = deque(maxlen=_REMEMBERED)
+        self._latest_uploads: deque[float] = deque(maxlen=_REMEMBERED)
         self._failures = 0
+        self._is_used = False
+        self._ramp: Ramp | None = Ramp(most)
+        self._is_narrowing = False
         self._goodput: float | None = None
         self._measured_bytes, self._measured_seconds = 0, 0.0
         self._recent: deque[float] = deque(maxlen=2)
@@ -79,16 +91,36 @@ class StreamControl:
     def start(self) -> None:
         """Note that a transfer begins."""
         self._advance()
+        if not self._is_used:
+            self.width = first_width(self._delay(), self.width, self._most)
+            self._is_used = True
+        elif self.running == 0 and self._ramp is None and self._last - self._ended > self._settling_seconds():
+            # A pause is over, and nothing has arrived yet.
+            self._settling = self._settling_seconds()
+            self._begin_window()
         self.running += 1
 
-    def end(self) -> None:
-        """Note that a transfer ends, in whatever way."""
+    def end(self, seconds: float | None = None) -> None:
+        """Note that a transfer ends, in whatever way.
+
+        Parameters
+        ----------
+        seconds
+            The seconds of a whole transfer that has no first byte to wait for, such as an upload.
+        """
         self._advance()
         self.running -= 1
+        self._ended = self._last
+        if seconds is not None:
+            self._latest_uploads.append(seconds)
 
     def answered(self, latency: float) -> None:
         """Note the seconds from a request to the first byte of its answer."""
         self._latencies.append(latency)
+
+    def heard(self, delay: float) -> None:
+        """Note the seconds from a small request to its answer."""
+        self._delays.append(delay)
 
     def moved(self, nbytes: int) -> None:
         """Note that useful bytes have been transferred."""
@@ -101,7 +133,9 @@ class StreamControl:
             found = self._measured_bytes / self._measured_seconds
             self._goodput = found if self._goodput is None else (1 - _NEWEST) * self._goodput + _NEWEST * found
             self._measured_bytes, self._measured_seconds = 0, 0.0
-        if self._is_window_over():
+        if self._ramp is not None:
+            self._end_round(self._ramp)
+        elif self._is_window_over():
             if self._full >= _FULL * self._busy:
                 self._decide(self._bytes / self._busy)
             self._begin_window()
@@ -112,6 +146,7 @@ class StreamControl:
         self._failures += 1
         if self._has_shrunk:  # one fault of the link often ends many transfers
             return
+        self._ramp, self._is_narrowing = None, False
         self._set_width(int(self.width * _SHRINK))
         self._recent.clear()
         self._trial = None
@@ -124,8 +159,23 @@ class StreamControl:
         """Return what is known about the link."""
         return LinkEstimate(self._goodput, self._latency(), self.width, self._failures)
 
+    @property
+    def is_growing(self) -> bool:
+        """Whether the width may still double, so that callers should have more transfers ready than run."""
+        return self._ramp is not None
+
     def _latency(self) -> float | None:
         return statistics.median(self._latencies) if self._latencies else None
+
+    def _delay(self) -> float | None:
+        """Return the shortest delay of a small request: others waited for a connection, or for other transfers."""
+        return min(self._delays, default=None)
+
+    def _pace(self) -> float:
+        """Return the seconds after which a change of the width begins to show."""
+        if self._latencies:
+            return statistics.median(self._latencies)
+        return statistics.median(self._latest_uploads) if self._latest_uploads else self._delay() or 0.0
 
     def _advance(self) -> None:
         now = self._clock()
@@ -144,8 +194,22 @@ class StreamControl:
         self._bytes = self._reports = 0
         self._has_shrunk = False
 
+    def _end_round(self, ramp: Ramp) -> None:
+        """If a round is over in which the width limited the goodput, set the width for the next one."""
+        shortest = max(_SHORTEST_ROUND, self._pace())
+        if self._busy < shortest or (self._reports < self.running and self._busy < max(_LONGEST_WINDOW, 4 * shortest)):
+            return
+        if self._full >= _FULL * self._busy:
+            goodput = self._bytes / self._busy
+            self.width = ramp.next_width(self.width, goodput)
+            if ramp.is_over or self.width == self._most:
+                self._ramp, self._is_narrowing = None, not ramp.has_helped
+                self._recent.append(goodput)
+                self._settling = self._settling_seconds()
+        self._begin_window()
+
     def _is_window_over(self) -> bool:
-        shortest = max(_SHORTEST_WINDOW, _LATENCIES_PER_WINDOW * (self._latency() or 0.0))
+        shortest = max(_SHORTEST_WINDOW, _LATENCIES_PER_WINDOW * self._pace())
         if self._busy < shortest:
             return False
         return self._reports >= max(_FEWEST_REPORTS, _REPORTS_PER_STREAM * self.width) or self._busy >= max(_LONGEST_WINDOW, 4 * shortest)
@@ -156,6 +220,10 @@ class StreamControl:
             self._set_width(trial.width_before)
             self._recent.clear()
             self._recent.append(trial.goodput_before)
+            self._is_narrowing = False
+            return
+        if self._is_narrowing and self.width > FIRST_STREAMS:  # more streams than at first brought nothing, so fewer may suffice, too
+            self._try(max(FIRST_STREAMS, self.width // 2), goodput, 0.95 * goodput)
             return
         best = max(self._recent, default=0.0)
         self._recent.append(goodput)
@@ -180,7 +248,10 @@ class StreamControl:
 
     def _set_width(self, width: int) -> None:
         self.width = min(max(1, width), self._most)
-        self._settling = max(_SHORTEST_SETTLING, _LATENCIES_PER_WINDOW * (self._latency() or 0.0))
+        self._settling = self._settling_seconds()
+
+    def _settling_seconds(self) -> float:
+        return max(_SHORTEST_SETTLING, _LATENCIES_PER_WINDOW * self._pace())
 
 
 class Transfer:
@@ -195,11 +266,18 @@ class Transfer:
     def __init__(self, gate: StreamGate | None) -> None:
         self._gate = gate
         self._began = 0.0 if gate is None else gate.now()
+        self.is_answered = False
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the transfer began."""
+        return 0.0 if self._gate is None else self._gate.now() - self._began
 
     def first_byte(self) -> None:
         """Report that the answer has begun."""
+        self.is_answered = True
         if self._gate is not None:
-            seconds = self._gate.now() - self._began
+            seconds = self.seconds
             self._gate.tell(lambda control: control.answered(seconds))
 
     def moved(self, nbytes: int) -> None:
@@ -226,8 +304,9 @@ class StreamGate:
         Returns the current time in seconds.
     """
 
-    def __init__(self, *, first: int = 4, most: int = 64, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, first: int = FIRST_STREAMS, most: int = 64, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = clock
+        self._most = most
         self._control = StreamControl(first=first, most=most, clock=clock)
         self._waiting = 0
         self._changed = threading.Condition()
@@ -236,6 +315,18 @@ class StreamGate:
     def width(self) -> int:
         """The number of transfers that may run at present."""
         return self._control.width
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the width follows the goodput of transfers."""
+        with self._changed:
+            return self._control.estimate().goodput is not None
+
+    @property
+    def room(self) -> int:
+        """The number of transfers that should be ready: more than may run at present, while that number grows."""
+        with self._changed:
+            return self._most if self._control.is_growing else self._control.width
 
     @property
     def free(self) -> int:
@@ -253,12 +344,18 @@ class StreamGate:
             finally:
                 self._waiting -= 1
             self._control.start()
+        transfer = Transfer(self)
         try:
-            yield Transfer(self)
+            yield transfer
         finally:
             with self._changed:
-                self._control.end()
+                self._control.end(None if transfer.is_answered else transfer.seconds)
                 self._changed.notify()
+
+    def heard(self, delay: float) -> None:
+        """Note the seconds from a small request, which needed no gate, to its answer."""
+        with self._changed:
+            self._control.heard(delay)
 
     def tell(self, report: Callable[[StreamControl], None]) -> None:
         """Pass a report on to the control, and let waiting transfers begin if the width has grown."""

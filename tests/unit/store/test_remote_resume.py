@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from deltawire.errors import StoreUnavailable
 from deltawire.store import StoreOptions, open_store
+from deltawire.store.known_links import KnownLinks
 from deltawire.store.remote import RemoteStore
 
 PIECE = 256 * 1024
@@ -27,6 +28,12 @@ def _credentials():
         patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         patch.setenv("AWS_REGION", "us-east-1")
         yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch):
+    """The server of an earlier test may have had the same port."""
+    monkeypatch.setattr("deltawire.store.remote.KNOWN", KnownLinks())
 
 
 @contextmanager
@@ -87,7 +94,7 @@ def test_an_object_is_cut_into_as_many_ranges_as_streams_are_free():
         buffer = bytearray(len(DATA))
         store.read_into("key", memoryview(buffer))
         assert buffer == DATA
-        assert len(server.asked) == store.streams == 4
+        assert len(server.asked) == store.link.streams == 4
         assert sorted(start for start, _ in server.asked)[0] == 0
 
 
@@ -99,3 +106,14 @@ def test_a_cut_upload_is_sent_again_and_counts_as_a_failure():
         assert sum(moved) == len(DATA)
         assert store.link.failures == 2
         assert 1 <= store._up.width < 4
+
+
+def test_a_store_begins_where_the_last_one_at_its_place_ended():
+    with cutting_server(DATA, []) as server:
+        with store_at(server) as store:
+            store.read_into("key", memoryview(bytearray(len(DATA))))
+            store._down._control.width = 17  # as if the link could use so many
+        with store_at(server) as again:
+            assert again._down.width == 17
+        with store_at(server, streams=5) as limited:
+            assert limited._down.width == 5

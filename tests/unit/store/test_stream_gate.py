@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from deltawire.store.stream_gate import StreamControl, StreamGate
 
 
 class VirtualLink:
-    """A link on which each stream has at most `per_stream` bytes per second, and all together have `total`."""
+    """A link on which each stream has at most `per_stream` bytes per second, and all together have `total`, in equal shares."""
 
     def __init__(self, *, latency: float, per_stream: float, total: float, noise: float = 0.0, seed: int = 0, first: int = 4) -> None:
         self.now = 0.0
@@ -30,30 +31,42 @@ class VirtualLink:
     def best(self, size: int) -> float:
         return max(self.goodput(width, size) for width in range(1, 65))
 
-    def move(self, transfers: int, *, size: int = 1 << 20, pieces: int = 4, fails=lambda number: False) -> None:
-        """Move objects of one size, as many at once as the control allows. Each rate is that of the time when its transfer begins."""
-        events: list[tuple[float, int, int]] = []
-        number = itertools.count()
-        left = transfers
-        while left or events:
+    def move(self, transfers: int, *, size: int = 1 << 20, pieces: int = 4, fails=lambda number: False) -> float:
+        """Move objects of one size, as many at once as the control allows. Return the seconds."""
+        begin, numbers, left = self.now, itertools.count(), transfers
+        asked: list[tuple[float, int]] = []
+        moving: dict[int, tuple[int, float]] = {}
+        """The pieces that each transfer has moved, and the bytes that the next one still needs."""
+        while left or asked or moving:
             while left and self.control.running < self.control.width:
                 left -= 1
                 self.control.start()
-                heapq.heappush(events, (self.now + self.latency, next(number), 0))
-            self.now, which, piece = heapq.heappop(events)
-            if piece == 0:
+                heapq.heappush(asked, (self.now + self.latency, next(numbers)))
+            share = min(self.per_stream, self.total / max(len(moving), 1))
+            ends = min((self.now + need / share for _, need in moving.values()), default=math.inf)
+            until = min(ends, asked[0][0] if asked else math.inf)
+            moving = {which: (piece, need - (until - self.now) * share) for which, (piece, need) in moving.items()}
+            self.now = until
+            while asked and asked[0][0] <= self.now:
+                moving[heapq.heappop(asked)[1]] = (0, self._piece(size / pieces))
                 self.control.answered(self.latency)
-            else:
+            for which, (piece, need) in list(moving.items()):
+                if need > 1e-3:
+                    continue
                 self.control.moved(size // pieces)
-            if piece == pieces or (piece == 1 and fails(which)):
-                if piece < pieces:
+                moving[which] = (piece + 1, self._piece(size / pieces))
+                is_cut = piece == 0 and fails(which)
+                if is_cut:
                     self.control.failed()
-                self.control.end()
-            else:
-                rate = min(self.per_stream, self.total / max(self.control.running, 1)) * self.random.uniform(1 - self.noise, 1 + self.noise)
-                heapq.heappush(events, (self.now + size / pieces / rate, which, piece + 1))
+                if is_cut or piece + 1 == pieces:
+                    del moving[which]
+                    self.control.end()
             if self.widths[-1] != self.control.width:
                 self.widths.append(self.control.width)
+        return self.now - begin
+
+    def _piece(self, nbytes: float) -> float:
+        return nbytes / self.random.uniform(1 - self.noise, 1 + self.noise)
 
 
 LINKS = [
@@ -85,7 +98,61 @@ def test_more_streams_are_not_kept_where_they_bring_nothing():
     virtual = VirtualLink(latency=0.3, per_stream=1e6, total=1e6)
     virtual.move(2000)
     assert virtual.control.width <= 8
-    assert max(virtual.widths) <= 9
+    assert max(virtual.widths) <= 20
+
+
+def test_the_width_doubles_while_a_short_read_still_runs():
+    slow, fast = {"latency": 0.15, "per_stream": 4e6, "total": 125e6}, VirtualLink(latency=0.15, per_stream=4e6, total=125e6, first=64)
+    grown = VirtualLink(**slow)
+    best = fast.move(60, size=1_260_000)
+    assert grown.move(60, size=1_260_000) <= 3 * best
+    assert [4, 8, 16] == grown.widths[:3]
+    assert grown.move(60, size=1_260_000) <= 1.5 * best, "it forgot the link"
+
+
+def test_a_link_with_a_long_delay_begins_with_more_streams():
+    for delay, width in [(None, 4), (0.001, 4), (0.08, 16), (0.15, 30), (2.0, 32)]:
+        control = StreamControl(clock=lambda: 0.0)
+        for _ in range(3 if delay else 0):
+            control.heard(delay)
+        control.heard(5.0) if delay else None  # one slow answer says nothing
+        control.start()
+        assert control.width == width
+    narrow = StreamControl(most=2, clock=lambda: 0.0)
+    narrow.heard(0.15)
+    narrow.start()
+    assert narrow.width == 2
+
+
+def test_streams_that_a_long_delay_began_end_where_fewer_suffice():
+    virtual = VirtualLink(latency=0.15, per_stream=2e6, total=2e6)
+    virtual.control.heard(0.15)
+    virtual.move(2000)
+    assert max(virtual.widths) >= 30
+    assert virtual.control.width <= 8
+
+
+def test_a_failure_ends_the_growth():
+    now = [0.0]
+    control = StreamControl(clock=lambda: now[0])
+    for _ in range(4):
+        control.start()
+    control.failed()
+    assert (control.width, control.is_growing) == (2, False)
+    for _ in range(50):
+        now[0] += 0.01
+        control.moved(1 << 20)
+    assert control.width == 2
+
+
+def test_a_pause_between_two_reads_does_not_shrink_the_width():
+    virtual = VirtualLink(**LINKS[0])
+    virtual.move(1500)
+    wide = virtual.control.width
+    for _ in range(20):
+        virtual.now += 60
+        virtual.move(64)
+    assert virtual.control.width >= wide
 
 
 def test_failures_shrink_the_width_but_never_to_nothing():
