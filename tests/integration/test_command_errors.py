@@ -39,6 +39,9 @@ def test_readers_of_a_location_without_a_chain_leave_nothing_behind(command: str
         ["pull", "a"],
         ["pull", "a", "b", "--trust", "abc"],
         ["follow", "a", "b", "--poll", "-1"],
+        ["follow", "a", "b", "--host-cache", ""],
+        ["pull", "a", "b", "--host-cache", "on"],
+        ["fleet", "2", "--from", "a", "--env", "m:f", "--host-cache", os.devnull],
         ["log", ""],
         ["log", "s3:/bucket/prefix"],
         ["log", "ftp://host/x"],
@@ -87,6 +90,7 @@ def test_swapped_arguments_are_noticed(chain: Path, checkpoints: list[Path], tmp
     assert "checkpoint comes first" in fail("publish", chain, checkpoints[0], kind="CheckpointError")
     assert "publish CKPT URL" in fail("publish", checkpoints[0], checkpoints[1], kind="LocationOccupied")
     assert "relay SRC DST" in fail("relay", chain, checkpoints[0], "--once", kind="LocationOccupied")
+    assert "to itself" in fail("relay", chain, f"file://{chain}/", "--once", kind="BadUrl")
     assert "pull URL DIR" in fail("pull", tmp_path / "out", chain, "--force", kind="CheckpointError")
     assert "follow URL DIR" in fail("follow", tmp_path / "mirror", chain, kind="MirrorError")
     assert (sorted(checkpoints[0].rglob("*")), sorted(chain.rglob("*"))) == before

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from chain_commands import load_checkpoint, state
 from forked_python import ForkedPopen
-from test_cli import assert_same, environment, succeed
+from test_cli import assert_same, environment, run, succeed
 from typer.testing import CliRunner
 
 from deltawire.cli import app
@@ -67,3 +67,17 @@ def test_members_that_one_command_starts_share_files_by_default(
     assert done.exit_code == 0, done.output
     given = [each[each.index("--host-cache") + 1] if "--host-cache" in each else None for each in started]
     assert given == int(arguments[0]) * [expected]
+
+
+@pytest.mark.parametrize("command", ["pull", "follow"])
+def test_a_directory_that_cannot_be_used_is_named_and_the_version_is_fetched(command: str, chain: Path, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    result = run(command, chain, tmp_path / "out", "--host-cache", shared, *(["--once"] if command == "follow" else []))
+    assert result.returncode == 0
+    notice = " ".join(result.stderr.split())
+    assert notice.count("not shared through the host cache") == 1
+    assert "only this user can write to" in notice
+    assert list(shared.iterdir()) == []
+    assert_same(load_checkpoint(tmp_path / "out" / ("current" if command == "follow" else "")), state(2))

@@ -86,8 +86,7 @@ class Relay:
         self._owned: list[Store] = []
         self._source = self._open(source, options)
         self._target = self._open(target, dataclasses.replace(options, store=None))
-        if self._source is self._target or _are_same_location(source, self._source, target, self._target):
-            raise BadUrl(f"a relay cannot copy {self._source.url} to itself.", hint="Name a location of its own for the copy.")
+        refuse_same_location(source, self._source, target, self._target)
         log = options.open_log(self._source)
         self._pins = PinKeeper(self._source, options.reader, enabled=options.pin, on_event=on_event)
         self._data = DataCopy(
@@ -267,8 +266,18 @@ class Relay:
             progress(count)
 
 
-def _are_same_location(source: str | Path | Store, opened: Store, target: str | Path | Store, copy: Store) -> bool:
-    """Return whether two names surely mean the same place. Open stores may have equal URLs and differ, and so may two endpoints."""
-    if isinstance(source, Store) or isinstance(target, Store):
-        return False
-    return opened.url == copy.url and ("?" not in f"{source}{target}" or str(source) == str(target))
+def refuse_same_location(source: str | Path | Store, opened: Store, target: str | Path | Store, copy: Store) -> None:
+    """Raise `BadUrl` if two names surely mean the same place. Open stores may have equal URLs and differ, and so may two endpoints.
+
+    Parameters
+    ----------
+    source, target
+        The names.
+    opened, copy
+        The stores at these places.
+    """
+    is_same = opened is copy
+    if not isinstance(source, Store) and not isinstance(target, Store):
+        is_same = is_same or (opened.url == copy.url and ("?" not in f"{source}{target}" or str(source) == str(target)))
+    if is_same:
+        raise BadUrl(f"a relay cannot copy {opened.url} to itself.", hint="Name a location of its own for the copy.")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from .base import Store
 
@@ -32,6 +34,8 @@ class Copy:
         self.store = store
         self.has_run = False
         """Whether the copy is of the origin's chain, as far as its `run.json` says."""
+        self.is_read = False
+        """Whether data were read from the copy since it was last left alone."""
         self.latency: float | None = None
         """The shortest time that it took to answer a small request."""
         self._rate: float | None = None
@@ -45,6 +49,11 @@ class Copy:
         self._progress_at = float("-inf")
         self._missed: OrderedDict[str, float] = OrderedDict()
         self._excluded: OrderedDict[str, None] = OrderedDict()
+        self._transfers = 0
+        """How many objects are being read from the copy."""
+        self._moved, self._moved_since = 0, 0.0
+        """The bytes that arrived, and since when."""
+        self._is_too_slow = False
         self._lock = threading.Lock()
 
     # Whether to ask it
@@ -62,7 +71,7 @@ class Copy:
             seconds = min(_FIRST_PAUSE * 2.0 ** min(self._failures, 30), _LONGEST_PAUSE)
             self._failures += 1
             self._not_before = now + seconds
-            self.has_run = False
+            self.has_run = self.is_read = False
             return seconds
 
     def is_nearer_than(self, origin: float | None) -> bool:
@@ -109,6 +118,32 @@ class Copy:
                 self._measured_at = now
             elif self._rate is None:
                 self._rate, self._measured_at = 0.0, now
+
+    @contextmanager
+    def reading(self, now: float) -> Iterator[None]:
+        """Note that an object is being read, for the time of a context."""
+        with self._lock:
+            if not self._transfers:
+                self._moved, self._moved_since, self._is_too_slow = 0, now, False
+            self._transfers += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._transfers -= 1
+
+    def is_too_slow(self, count: int, now: float, seconds: float, slowest: float) -> bool:
+        """Note that bytes arrived. Return whether all transfers together brought fewer than `slowest` per second for so many seconds.
+
+        All transfers are told so then, until they have ended.
+        """
+        with self._lock:
+            self._moved += count
+            passed = now - self._moved_since
+            if passed >= seconds:
+                self._is_too_slow = self._is_too_slow or self._moved < slowest * passed
+                self._moved, self._moved_since = 0, now
+            return self._is_too_slow
 
     # Content
 

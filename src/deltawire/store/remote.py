@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 _PAGE = 1000  # S3's largest page of a listing, and largest batch of a deletion
 _PIECE = 1  # the fewest bytes that the client library hands over at once; with more, it loses some at a cut
 _FIRST_REPORT, _REPORT = 32 * 1024, 256 * 1024  # bytes that are reported at a time: few at first, since a new connection is slow
+_REPORT_SECONDS = 1.0  # fewer are reported if that many take longer, so that a slow transfer shows that it continues
+_MOST_SKIPPED = 1_000_000  # objects in a row that a listing may show although nobody asked for them
 _SMALLEST_RANGE = 256 * 1024  # objects are not cut into smaller ranges, since every request costs time and money
 _SMALL = MAX_CREATE_BYTES  # transfers up to this size do not wait for others, since records must not be late
 _LONGEST_TAG = 1024  # characters of an ETag that is sent back to the service
@@ -209,15 +211,16 @@ class RemoteStore(Store):
         return self._root + check_key(key)
 
     def _get(self, key: str, limit: int, unless: str | None) -> tuple[bytes, str | None] | None:
-        """Return an object and its ETag, or None if its ETag is `unless`."""
+        """Return an object and its ETag, or None if its ETag is `unless`. The time for a small object is limited."""
         path = self._path(key)
+        client = self._clients.small if limit <= _SMALL else self._clients.download
 
         def attempt() -> tuple[bytes, str | None] | None:
             self._rate.request()
             began = time.monotonic()
             with self._translating("get", key):
                 try:
-                    result = obstore.get(self._clients.download, path, options={} if unless is None else {"if_none_match": unless})
+                    result = obstore.get(client, path, options={} if unless is None else {"if_none_match": unless})
                 except NotModifiedError:
                     if unless is None:
                         raise
@@ -254,9 +257,10 @@ class RemoteStore(Store):
         path = self._path(key)
         filled = reported = 0
         enough = _FIRST_REPORT
+        told = time.monotonic()
 
         def attempt() -> None:
-            nonlocal filled, reported, enough
+            nonlocal filled, reported, enough, told
             if filled == len(part):  # the connection was cut after the last byte
                 return
             self._rate.request()
@@ -270,12 +274,12 @@ class RemoteStore(Store):
                         raise DataDamaged(failure("read", key, self.url, f"more came than the {len(part)} bytes that were asked for."))
                     part[filled : filled + len(piece)] = memoryview(piece)
                     filled += len(piece)
-                    if filled - reported >= enough or filled == len(part):
+                    if filled - reported >= enough or filled == len(part) or time.monotonic() - told >= _REPORT_SECONDS:
                         transfer.moved(filled - reported)
                         self._rate.transfer(filled - reported)
                         if progress is not None:
                             progress(filled - reported)
-                        reported, enough = filled, min(2 * enough, _REPORT)
+                        reported, told, enough = filled, time.monotonic(), min(2 * enough, _REPORT)
             if filled < len(part):
                 raise DataDamaged(failure("read", key, self.url, f"it ends at byte {start + filled}, before {start + len(part)}."))
 
@@ -364,12 +368,17 @@ class RemoteStore(Store):
                 raise
 
         is_full = False
+        skipped = 0
         while (page := self._retry.call(next_page)) is not None:
             is_full = len(page) == _PAGE
             for found in page:
                 key = found["path"][len(self._root) :]
                 if not is_key(key) or (after is not None and key <= after):
+                    skipped += 1
+                    if skipped > _MOST_SKIPPED:
+                        raise StoreError(failure("list", prefix, self.url, "the listing does not end."))
                     continue
+                skipped = 0
                 if last is not None and key <= last:
                     raise StoreError(failure("list", prefix, self.url, f"{key!r} came after {last!r}, out of order."))
                 last = key

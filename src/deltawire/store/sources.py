@@ -43,6 +43,12 @@ _MOST_NOTES = 4096
 _LOOK_EVERY = 600.0
 """Seconds between two looks for more copies."""
 
+_MOST_LISTED, _LONGEST_LISTING = 1 << 18, 60.0
+"""Most objects of a copy's listing, and the most seconds that it may take. A listing that goes on is not used."""
+
+_SLOWEST = 64.0 * 1024
+"""Bytes per second that a copy must deliver to be read on, unless the user allows less."""
+
 _COPY_TIMEOUT, _COPY_RETRIES = 10.0, 1
 """A copy that does not answer is not waited for as long as the origin."""
 
@@ -59,11 +65,18 @@ class SourceOptions:
         Seconds to wait for data that a copy does not have yet. If the copy gets nothing new in this time, the origin is read.
     signed
         Whether the reader checks signatures. If not, records from copies are compared with the origin's.
+    slowest
+        Bytes per second. A copy that delivers fewer for `patience` seconds is left alone, and the origin is read.
     """
 
     origin_poll: float = 5.0
     patience: float = 15.0
     signed: bool = False
+    slowest: float = _SLOWEST
+
+
+class _TooSlow(StoreError):
+    """A copy delivers too few bytes per second. Ends the transfer."""
 
 
 FindCopies: TypeAlias = Callable[[Store], Iterable[str]]
@@ -100,6 +113,9 @@ def open_sources(
     if not urls:
         raise BadUrl("an empty list names no store.")
     options = options or StoreOptions()
+    if options.max_rate is not None:
+        sources = sources or SourceOptions()
+        sources = dataclasses.replace(sources, slowest=min(sources.slowest, options.max_rate / 2))
     hasty = dataclasses.replace(options, timeout=min(options.timeout, _COPY_TIMEOUT), retries=min(options.retries, _COPY_RETRIES))
     stores = [open_store(url, options=hasty if number else options, on_event=on_event) for number, url in enumerate(urls)]
     owned = [store for store, url in zip(stores, urls, strict=True) if store is not url]
@@ -230,7 +246,7 @@ class Sources(Store):
     def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
         if prefix in _VIEWED:
             for copy in self._usable():
-                found = self._ask(copy, partial(_listed, copy.store, prefix, after))
+                found = self._ask(copy, partial(self._listed, copy.store, prefix, after))
                 if found is not None:
                     return iter(found)
         return self.origin.list(prefix, after=after)
@@ -410,8 +426,15 @@ class Sources(Store):
         began = self._clock()
         self._note_reader(key, copy)
         reported.begin()
+
+        def arrived(count: int) -> None:
+            reported(count)
+            if copy.is_too_slow(count, self._clock(), self._options.patience, self._options.slowest):
+                raise _TooSlow(f"it delivers less than {self._options.slowest / 1000:.0f} kB per second")
+
         try:
-            copy.store.read_into(key, buffer, offset=offset, progress=reported)
+            with copy.reading(began):
+                copy.store.read_into(key, buffer, offset=offset, progress=arrived)
         except ObjectMissing:
             now = self._clock()
             if copy.is_awaited(key, seq, now, self._options.patience):
@@ -428,17 +451,26 @@ class Sources(Store):
             self._leave(copy, str(error))
             return False
         copy.delivered(key, len(buffer), began, self._clock())
+        if not copy.is_read:
+            copy.is_read = True
+            emit(self._on_event, "relay-used", relay=copy.store.url)
         return True
+
+    def _listed(self, store: Store, prefix: str, after: str | None) -> Sequence[ObjectInfo]:
+        """Return a copy's listing. Raises `StoreError` if it does not end."""
+        found: list[ObjectInfo] = []
+        deadline = self._clock() + _LONGEST_LISTING
+        for info in store.list(prefix, after=after):
+            found.append(info)
+            if len(found) > _MOST_LISTED or self._clock() > deadline:
+                raise StoreError(failure("list", prefix, store.url, "the listing does not end."))
+        return found
 
     def _note_reader(self, key: str, copy: Copy | None) -> None:
         with self._lock:
             self._served[key] = copy
             while len(self._served) > _MOST_NOTES:
                 self._served.popitem(last=False)
-
-
-def _listed(store: Store, prefix: str, after: str | None) -> Sequence[ObjectInfo]:
-    return [*store.list(prefix, after=after)]
 
 
 class _ReportedOnce:

@@ -27,7 +27,7 @@ from ..format.records.record_parts import FileEntry
 from ..store.base import Progress
 from .cache_folder import CacheFolder, Lead, OpenFolder
 from .mirror.locks import ChangeWatch, FileLock
-from .private_folder import hold_folder, make_private, remove_abandoned
+from .private_folder import hold_folder, make_private, remove_abandoned, spool_errors
 
 AUTO = "auto"
 """The value of `ReaderOptions.host_cache` that means the usual directories."""
@@ -84,6 +84,8 @@ class HostCache:
     ----------
     folders
         The directories, the preferred one first. A file goes into the first one that takes files of its size and has room.
+    unusable
+        The reason why a directory is not among them. None if they are all there.
     patience
         Seconds without a byte after which the process that fetches an object gets a successor. None means `PATIENCE`.
     on_event
@@ -96,12 +98,14 @@ class HostCache:
         self,
         folders: Sequence[CacheFolder],
         *,
+        unusable: str | None = None,
         patience: float | None = None,
         on_event: OnEvent | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folders = folders
+        self._unusable = unusable
         self._patience = PATIENCE if patience is None else patience
         self._on_event = on_event
         self._sleep = sleep
@@ -140,7 +144,7 @@ class HostCache:
         """
         with contextlib.ExitStack() as stack:
             found = None
-            reason = "it is too large for the host cache."
+            reason = self._unusable or "it is too large for the host cache."
             for folder in self._folders:
                 if found is None and entry.size <= folder.largest:
                     try:
@@ -266,19 +270,27 @@ def open_host_cache(options: ReaderOptions, on_event: OnEvent | None = None) -> 
     """
     if options.host_cache is None:
         return None
-    folders = _usual_folders() if options.host_cache == AUTO else [_on_disk(Path(options.host_cache))]
-    return HostCache(folders, on_event=on_event)
+    if options.host_cache != AUTO:
+        return HostCache([_on_disk(Path(options.host_cache))], on_event=on_event)
+    folders, unusable = _usual_folders()
+    return HostCache(folders, unusable=unusable, on_event=on_event)
 
 
-def _usual_folders() -> list[CacheFolder]:
-    """Return the usual directories, without those that this user cannot use. They exist until the last process that uses them ends."""
+def _usual_folders() -> tuple[list[CacheFolder], str | None]:
+    """Return the usual directories, without those that this user cannot use, and why not. They exist until the last process that uses
+    them ends.
+    """
     memory, disk = (Path(parent) / f"deltawire-{os.getuid()}" / "host-cache" for parent in (MEMORY, tempfile.gettempdir()))
     found: list[CacheFolder] = []
+    unusable = None
     for path, limited in ((memory, _in_memory), (disk, _on_disk)):
-        with contextlib.suppress(OSError, SpoolError):
-            _hold(path)
-            found.append(limited(path))
-    return found
+        try:
+            with spool_errors(path):
+                _hold(path)
+                found.append(limited(path))
+        except SpoolError as error:
+            unusable = error.message
+    return found, unusable
 
 
 def _in_memory(path: Path) -> CacheFolder:

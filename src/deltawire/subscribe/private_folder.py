@@ -18,30 +18,36 @@ ALIVE = "alive"
 """The `flock` file of a folder that running processes use. A folder with such a file that no process holds was left by killed ones."""
 
 _PAUSE = 0.02
+_PATIENCE = 10.0
+"""Seconds for which a folder is waited for that another process deletes."""
 _HEALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO})
 """Conditions that may end without help, for example when another program frees space."""
 
 
-def hold_folder(folder: Path, sleep: Callable[[float], None] = time.sleep) -> FileLock:
+def hold_folder(folder: Path, sleep: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic) -> FileLock:
     """Make a folder, and take its lock `ALIVE`, so that `remove_abandoned` leaves it alone until the lock is released.
+
+    Raises `SpoolError`, which is retryable, if another process deletes the folder and does not finish, for example because it is stopped.
 
     Parameters
     ----------
     folder
         The folder. Several processes may hold it.
-    sleep
+    sleep, clock
         For tests.
     """
-    while True:
+    deadline = clock() + _PATIENCE
+    while clock() <= deadline:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             (folder / ALIVE).touch()
         lock = FileLock.try_shared(folder / ALIVE)
-        if lock is not None and (folder / ALIVE).exists():
+        if lock is not None and lock.is_on(folder / ALIVE):
             return lock
         if lock is not None:  # another process has taken the folder for an abandoned one
             lock.release()
         sleep(_PAUSE)
+    raise retryable_error(f"{folder} is being deleted by another process, which does not finish.")
 
 
 def remove_abandoned(parent: Path) -> None:

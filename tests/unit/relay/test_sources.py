@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -14,8 +17,9 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import BadUrl, DataMissing, ObjectMissing, StoreUnavailable
 from deltawire.events import Event
 from deltawire.format.records.signing import SigningKey
-from deltawire.store import Store, keys
+from deltawire.store import Store, StoreOptions, keys
 from deltawire.store.base import ObjectInfo
+from deltawire.store.copies import Copy
 from deltawire.store.link_estimate import LinkEstimate
 from deltawire.store.memory import MemoryStore
 from deltawire.store.sources import SourceOptions, Sources, open_sources
@@ -111,7 +115,7 @@ def test_readers_of_a_region_read_no_data_from_the_origin(signed: bool):
                 assert {each.key for each in commits} <= {keys.commit_key(len(region.chain.commits))}
         for reader in readers:
             reader.close()
-    assert region.names() == []
+    assert set(region.names()) == {"relay-used"}
 
 
 def test_far_behind_readers_use_the_shortcuts_of_their_region():
@@ -374,6 +378,73 @@ def test_bytes_that_are_read_again_are_reported_once():
     reported: list[int] = []
     Sources(origin, [Cut(copy)]).read_into(key, memoryview(bytearray(1000)), progress=reported.append)
     assert sum(reported) == 1000
+
+
+class Dripping(WrappedStore):
+    """A store that sends one byte each second, and never stops."""
+
+    def __init__(self, inner: Store, clock: Clock) -> None:
+        super().__init__(inner)
+        self._clock = clock
+
+    def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Any = None) -> None:
+        while True:
+            self._clock.now += 1
+            progress(1)
+
+
+def test_a_copy_that_sends_byte_after_byte_is_left_after_a_bounded_time():
+    region = Region(2)
+    with region.reader(region.sources([Dripping(region.copies[0], region.clock)], patience=15.0)) as reader:
+        region.assert_synced(reader)
+    assert "relay-avoided" in region.names()
+    assert region.clock.now == 15.0
+    assert reads_of_data(region.origin)
+
+
+def test_transfers_that_are_slow_only_together_with_others_go_on():
+    copy = Copy(MemoryStore("copy"))
+    with copy.reading(0.0), copy.reading(5.0):
+        assert not copy.is_too_slow(100, 9.0, 10.0, 20.0)
+        assert not copy.is_too_slow(150, 10.0, 10.0, 20.0)  # 25 bytes per second
+        assert not copy.is_too_slow(1, 19.0, 10.0, 20.0)
+        assert copy.is_too_slow(1, 20.0, 10.0, 20.0)
+        assert copy.is_too_slow(10**9, 20.0, 10.0, 20.0)  # the others end, too
+    with copy.reading(100.0):
+        assert not copy.is_too_slow(1, 101.0, 10.0, 20.0)
+
+
+def test_a_user_who_allows_few_bytes_per_second_may_read_a_copy(tmp_path: Any):
+    sources = open_sources([tmp_path / "a", tmp_path / "b"], options=StoreOptions(max_rate=1000.0))
+    assert isinstance(sources, Sources)
+    assert sources._options.slowest == 500.0
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_listing_of_a_copy_that_does_not_end_is_not_used(is_slow: bool, monkeypatch: pytest.MonkeyPatch):
+    class Endless(WrappedStore):
+        def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
+            for number in itertools.count():
+                region.clock.now += 1 if is_slow else 0
+                yield ObjectInfo(keys.anchor_key(number), 1, datetime.now(UTC))
+
+    monkeypatch.setattr("deltawire.store.sources._MOST_LISTED", 10**9 if is_slow else 1000)
+    region = Region(3)
+    region.chain.add_anchor(2)
+    region.relay()
+    with region.reader(region.sources([Endless(region.copies[0])])) as reader:
+        region.assert_synced(reader)
+    assert [event.fields["reason"] for event in region.events if event.name == "relay-avoided"]
+
+
+def test_a_reader_says_when_it_begins_to_read_a_copy():
+    region = Region(2)
+    with region.reader() as reader:
+        region.assert_synced(reader)
+        region.chain.grow(1)
+        region.relay()
+        region.assert_synced(reader)
+    assert [(event.name, event.fields) for event in region.events] == [("relay-used", {"relay": "memory://copy-0"})]
 
 
 def test_writes_and_records_of_a_location_go_to_the_origin():

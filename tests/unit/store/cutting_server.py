@@ -29,8 +29,11 @@ class CuttingServer:
 
 
 @contextlib.contextmanager
-def cutting_server(data: bytes, cuts: Sequence[int | None]) -> Iterator[CuttingServer]:
-    """Run a `CuttingServer` within the context. Requests after the last cut are answered in full."""
+def cutting_server(data: bytes, cuts: Sequence[int | None], *, pause: tuple[int, threading.Event] | None = None) -> Iterator[CuttingServer]:
+    """Run a `CuttingServer` within the context. Requests after the last cut are answered in full.
+
+    With `pause`, the server sends this many bytes of an answer, and waits for the event before it sends the rest.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -51,6 +54,10 @@ def cutting_server(data: bytes, cuts: Sequence[int | None]) -> Iterator[CuttingS
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(state.data)}")
             self.send_header("Content-Length", str(stop - start))
             self.end_headers()
+            if pause is not None:
+                self.wfile.write(state.data[start : start + pause[0]])
+                pause[1].wait()
+                start, send = start + pause[0], send - pause[0]
             self.wfile.write(state.data[start : start + send])
             if cut is not None:
                 self._hang_up()

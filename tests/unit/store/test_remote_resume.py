@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 from cutting_server import CuttingServer, cutting_server
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltawire.errors import StoreUnavailable
-from deltawire.store import StoreOptions, open_store
+from deltawire.errors import StoreError, StoreUnavailable
+from deltawire.store import StoreOptions, open_store, remote
 from deltawire.store.known_links import KnownLinks
 from deltawire.store.remote import RemoteStore
 
@@ -117,3 +120,31 @@ def test_a_store_begins_where_the_last_one_at_its_place_ended():
             assert again._down.width == 17
         with store_at(server, streams=5) as limited:
             assert limited._down.width == 5
+
+
+def test_a_slow_transfer_reports_what_has_come(monkeypatch):
+    """The server sends the rest of the object only after the reader has reported its beginning."""
+    monkeypatch.setattr(remote, "_REPORT_SECONDS", 0.0)
+    has_reported = threading.Event()
+    with cutting_server(DATA, [], pause=(1000, has_reported)) as server, store_at(server, streams=1) as store:
+        moved: list[int] = []
+
+        def report(count: int) -> None:
+            moved.append(count)
+            has_reported.set()
+
+        buffer = bytearray(len(DATA))
+        store.read_into("key", memoryview(buffer), progress=report)
+        assert buffer == DATA
+        assert 0 < moved[0] <= 1000
+        assert sum(moved) == len(DATA)
+
+
+@pytest.mark.parametrize("after", [None, "commit/2"])
+def test_a_listing_of_nothing_that_was_asked_for_ends(monkeypatch, after):
+    """A server may show keys for ever that no store has, or that come before those that were asked for."""
+    page = [{"path": "prefix/commit/\x001" if after is None else "prefix/commit/1", "size": 1, "last_modified": datetime.now(UTC)}] * 1000
+    monkeypatch.setattr(remote.obstore, "list", lambda *_, **__: itertools.repeat(page))
+    monkeypatch.setattr(remote, "_MOST_SKIPPED", 10_000)
+    with cutting_server(DATA, []) as server, store_at(server) as store, pytest.raises(StoreError, match="does not end"):
+        list(store.list("commit/", after=after))

@@ -33,7 +33,7 @@ from deltawire.format.records.record_parts import FileEntry
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
-from deltawire.subscribe import cache_folder, host_cache
+from deltawire.subscribe import cache_folder, host_cache, private_folder
 from deltawire.subscribe.cache_folder import CacheFolder
 from deltawire.subscribe.host_cache import HostCache
 from deltawire.subscribe.mirror.locks import FileLock
@@ -570,3 +570,52 @@ def test_the_usual_directories_vanish_with_the_last_process_that_uses_them(tmp_p
         assert third.result()["shared"] == 0  # what killed processes left was deleted first
         assert third.end() == 0
     assert not usual.exists()
+
+
+def test_usual_directories_that_others_have_made_are_not_used_and_the_reason_is_told(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_cache, "MEMORY", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    taken = tmp_path / f"deltawire-{os.getuid()}"
+    taken.mkdir()
+    taken.chmod(0o777)
+    events: list[Event] = []
+    with Subscriber(host.chain.store, options=ReaderOptions(pin=False, host_cache="auto"), on_event=events.append) as reader:
+        reader.sync()
+        assert bits_of(dict(reader.state)) == bits_of(host.chain.state)
+    reasons = [event.fields["reason"] for event in events if event.name == "not-shared"]
+    assert reasons == [f"{taken} is not a directory that only this user can write to."]
+    assert not list(taken.iterdir())
+
+
+def test_a_process_that_stops_while_it_deletes_the_usual_directories_holds_up_nobody_for_long(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_cache, "MEMORY", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(private_folder, "_PATIENCE", 0.0)
+    folder = tmp_path / f"deltawire-{os.getuid()}" / "host-cache"
+    folder.mkdir(parents=True, mode=0o700)
+    folder.parent.chmod(0o700)
+    deleting = FileLock.try_exclusive(folder / private_folder.ALIVE)
+    assert deleting is not None
+    events: list[Event] = []
+    with deleting, Subscriber(host.chain.store, options=ReaderOptions(pin=False, host_cache="auto"), on_event=events.append) as reader:
+        reader.sync()
+        assert bits_of(dict(reader.state)) == bits_of(host.chain.state)
+    (told,) = [str(event.fields["reason"]) for event in events if event.name == "not-shared"]
+    assert "is being deleted by another process" in told
+
+
+def test_a_lock_of_a_deleted_file_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / private_folder.ALIVE
+    path.touch()
+    lock = FileLock.try_shared(path)
+    assert lock is not None
+    with lock:
+        assert lock.is_on(path)
+        path.unlink()
+        assert not lock.is_on(path)
+        path.touch()
+        assert not lock.is_on(path)

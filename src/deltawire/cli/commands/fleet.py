@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...events import Event
-from ..options.chain import RelaysOption, RunOption, TrustOption, host_cache_of
+from ..options.chain import RelaysOption, RunOption, TrustOption, check_host_cache, host_cache_of
 from ..options.common import JsonLinesOption
 from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOption, RoutingOption
 from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourcesOption, check_member_name
@@ -76,6 +76,7 @@ def fleet(
         str | None,
         typer.Option(
             "--host-cache",
+            callback=check_host_cache,
             metavar="DIR|auto|off",
             help="Fetch each file once for all members of a machine, which share this directory, or the usual ones (auto). By default auto "
             "for several members with `transformers`, otherwise off.",

@@ -13,7 +13,7 @@ from ..options.chain import FromOption, HostCacheOption, PinOption, RelaysOption
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
-from ..output.event_notices import print_if_verbose, print_if_waiting
+from ..output.event_notices import print_if_not_shared, print_if_verbose, print_if_waiting
 from ..output.progress import progress_bar
 from ..output.terminal import print_json_line, print_line, print_notice
 from ..process.ending import Ending
@@ -136,7 +136,7 @@ class _Listener:
         self._verbose = verbose
         self._is_patient = is_patient
         self._synced: dict[str, Any] = {}
-        self._waited_for: set[str] = set()
+        self._reported: set[str] = set()
 
     def __call__(self, event: Event) -> None:
         print_if_verbose(event, self._verbose)
@@ -152,7 +152,8 @@ class _Listener:
         elif event.name == "resynced":
             print_notice(f"version {event.fields['updates']} was rebuilt from a full checkpoint, because no deltas led there")
         else:
-            print_if_waiting(event, self._waited_for)
+            print_if_waiting(event, self._reported)
+            print_if_not_shared(event, self._reported)
 
     def report_failure(self, version: Version, status: int) -> None:
         """Report that the command of --exec failed."""

@@ -22,6 +22,7 @@ from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOptio
 from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourcesOption, check_member_name
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
+from ..output.event_notices import notice_of
 from ..output.terminal import print_json_line, print_labelled, print_wrapped
 from ..process.ending import Ending
 from ..process.exit_codes import exit_codes
@@ -199,6 +200,8 @@ class _View:
             self._notice(f"will try again: {fields['error']}")
         elif event.name == "engine-quarantined":
             self._notice(f"this member generates nothing until it has loaded a full checkpoint: {fields['reason']}")
+        elif (notice := notice_of(event)) is not None:
+            self._notice(notice)
 
     def _line(self, text: str) -> None:
         text = f"{figures.clock_time(self._time)}  {text}"

@@ -25,7 +25,7 @@ from ..options.chain import (
 from ..options.common import ForceOption, JsonOption, ThreadsOption, VerboseOption
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
-from ..output.event_notices import print_if_verbose, print_if_waiting
+from ..output.event_notices import print_if_not_shared, print_if_verbose, print_if_waiting
 from ..output.progress import progress_bar
 from ..output.terminal import print_json, print_rows
 from ..process.exit_codes import exit_codes
@@ -70,7 +70,7 @@ def pull(
 
         started = time.perf_counter()
         planned: dict[str, Any] = {}
-        waited_for: set[str] = set()
+        reported: set[str] = set()
         limits = store_options(max_rate, max_requests)
         options = reader_options(run, trust, pin=pin, store=limits, host_cache=host_cache, relays=relays)
         with (
@@ -84,7 +84,8 @@ def pull(
                     planned.update(event.fields)
                     progress.expect(planned["bytes"])
                 elif not json:
-                    print_if_waiting(event, waited_for)
+                    print_if_waiting(event, reported)
+                    print_if_not_shared(event, reported)
 
             chain = options.open_log(store)
             seq = find_seq(chain, at, step)

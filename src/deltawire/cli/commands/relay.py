@@ -96,14 +96,18 @@ def relay(
     """
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending, ExitStack() as stack:
         from ...relay import Relay
+        from ...relay.relay import refuse_same_location
 
+        origin = stack.enter_context(opened(source, verbose=verbose, options=store_options(max_rate, max_requests)))
+        copy = stack.enter_context(opened(target, verbose=verbose))
+        refuse_same_location(source, origin, target, copy)
         bar = stack.enter_context(ExitStack())  # the bar is only for the first version, which may take long
         listener = _Listener(json, verbose=verbose, before_line=bar.close)
         progress = bar.enter_context(progress_bar("relay", None, quiet=json or verbose))
         copier = stack.enter_context(
             Relay(
-                stack.enter_context(opened(source, verbose=verbose, options=store_options(max_rate, max_requests))),
-                stack.enter_context(opened(target, verbose=verbose)),
+                origin,
+                copy,
                 options=reader_options(run, trust, pin=pin),
                 mirror=mirror,
                 spool=spool,

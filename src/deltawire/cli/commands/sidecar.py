@@ -19,7 +19,7 @@ from ..options.engine import Cache, CacheOption, Canary, CanaryOption
 from ..options.member import check_member_name
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
-from ..output.event_notices import print_if_verbose
+from ..output.event_notices import notice_of, print_if_verbose
 from ..output.terminal import print_json_line, print_line, print_notice
 from ..process.ending import Ending
 from ..process.exit_codes import exit_codes
@@ -266,6 +266,8 @@ class _Listener:
             return  # the error is raised, too
         elif event.name in ("swap-failed", "sync-failed", "engine-lost", "report-failed"):
             self._notice(f"will try again: {fields['reason']}")
+        elif (notice := notice_of(event)) is not None:
+            self._notice(notice)
 
     def _notice(self, notice: str) -> None:
         if notice != self._reported:

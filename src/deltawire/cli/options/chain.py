@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -123,10 +124,21 @@ PinOption: TypeAlias = Annotated[
     ),
 ]
 
+
+def check_host_cache(text: str | None) -> str | None:
+    """Refuse a value of --host-cache that names no directory."""
+    if text is None or text in ("auto", "off"):
+        return text
+    if text in ("", "on") or (os.path.lexists(text) and not os.path.isdir(text)):
+        raise typer.BadParameter(f"{text!r} is not a directory. Name a directory, which may be a new one, or write auto or off.")
+    return text
+
+
 HostCacheOption: TypeAlias = Annotated[
     str,
     typer.Option(
         "--host-cache",
+        callback=check_host_cache,
         metavar="DIR|auto|off",
         help="Fetch each file once for all readers of this machine, which share this directory, or the usual ones (auto).",
     ),

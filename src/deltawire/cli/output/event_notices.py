@@ -28,3 +28,24 @@ def print_if_waiting(event: Event, reported: set[str]) -> None:
         if key not in reported:
             reported.add(key)
             print_notice(f"waiting for {key}, which is not in the store yet")
+
+
+def notice_of(event: Event) -> str | None:
+    """Return a notice about a copy of the chain that is not read, or a file that is not shared. None for other events."""
+    fields = event.fields
+    match event.name:
+        case "relay-avoided":
+            return f"{fields['relay']} is not read for {fields['seconds']:.0f} s: {fields['reason']}"
+        case "relay-late":
+            return f"{fields['relay']} lags behind, so the origin is read: {fields['reason']}"
+        case "not-shared":
+            return f"a file is not shared through the host cache: {fields['reason']}"
+    return None
+
+
+def print_if_not_shared(event: Event, reported: set[str]) -> None:
+    """Print that a file is not shared with other processes of the host, once for each reason. `reported` holds the notices so far."""
+    notice = notice_of(event) if event.name == "not-shared" else None
+    if notice is not None and notice not in reported:
+        reported.add(notice)
+        print_notice(notice)

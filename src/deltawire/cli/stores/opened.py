@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..output.event_notices import print_if_verbose
+from ..output.event_notices import notice_of, print_if_verbose
 from ..output.terminal import print_notice
 
 if TYPE_CHECKING:
@@ -77,10 +77,9 @@ class RetryNotices:
 
     def __call__(self, event: Event) -> None:
         print_if_verbose(event, self._verbose)
-        if event.name == "relay-avoided":
-            print_notice(f"{event.fields['relay']} is not read for {event.fields['seconds']:.0f} s: {event.fields['reason']}")
-        elif event.name == "relay-late":
-            print_notice(f"{event.fields['relay']} lags behind, so the origin is read: {event.fields['reason']}")
+        notice = notice_of(event)
+        if notice is not None:
+            print_notice(notice)
         if event.name != "retrying":
             return
         attempt, now = int(event.fields["attempt"] or 0), self._clock()

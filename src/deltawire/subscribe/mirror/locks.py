@@ -77,6 +77,13 @@ class FileLock:
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
         self._owner = None
 
+    def is_on(self, path: Path) -> bool:
+        """Return whether this is still the lock of the file at a path. Another process may have deleted or replaced the file."""
+        assert self._descriptor is not None
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+        return False
+
     @contextlib.contextmanager
     def showing_life(self) -> Iterator[None]:
         """Touch the lock's file regularly while the context lasts, so that others can see that this process runs."""
