@@ -18,8 +18,6 @@ unsigned RoutingRows::symbols(unsigned table) const {
 
 namespace {
 
-constexpr uint16_t kNoCode = 0xfff1;  // an entry for bits that are no code: a length of 1, and a symbol that nothing allows
-
 // The codes of one table.
 struct Codes {
     std::vector<uint16_t> bits;  // of each symbol, the first bit in the lowest place
@@ -67,7 +65,10 @@ struct Tables {
         if (lengths.size() != first_length(rows, rows.tables())) throw Corrupt("the codes of routed experts are not those of their shape.");
         for (const uint8_t length : lengths) bits = std::max<unsigned>(bits, length);
         if (bits > kRoutingCodeBits) throw Corrupt("a code of routed experts is too long.");
-        entries.assign(size_t(rows.tables()) << bits, kNoCode);
+        const bool usual = is_usual_routing(rows.top_k, rows.experts);
+        if (usual) bits = kRoutingCodeBits;
+        const unsigned shift = usual ? kRoutingUsualLengthBits : kRoutingLengthBits;
+        entries.assign(size_t(rows.tables()) << bits, uint16_t((usual ? kRoutingUsualNoSymbol : kRoutingNoSymbol) << shift | 1));
         size_t at = 0;
         for (unsigned t = 0; t < rows.tables(); ++t) {
             const auto own = lengths.subspan(at, rows.symbols(t));
@@ -76,7 +77,7 @@ struct Tables {
             uint16_t* table = entries.data() + (size_t(t) << bits);
             for (size_t s = 0; s < own.size(); ++s)
                 if (own[s])
-                    for (uint32_t i = codes.bits[s]; i < 1u << bits; i += 1u << own[s]) table[i] = uint16_t((s + more) << 4 | own[s]);
+                    for (uint32_t i = codes.bits[s]; i < 1u << bits; i += 1u << own[s]) table[i] = uint16_t((s + more) << shift | own[s]);
             at += own.size();
         }
     }
@@ -84,11 +85,11 @@ struct Tables {
 
 template <class Id>
 RoutingFault decode_group(const RoutingRows& rows, RoutingJob job, DecodeRouting* kernel) {
-    const size_t stride = sizeof(Id) == 1 ? 256 : kRoutingMaxExperts;
+    const size_t stride = job.order_stride = is_usual_routing(rows.top_k, rows.experts) ? kRoutingUsualOrder : sizeof(Id) == 1 ? 256 : kRoutingMaxExperts;
     std::vector<Id> order(job.layers * stride);
     for (unsigned l = 0; l < job.layers; ++l)
         for (unsigned r = 0; r < rows.experts; ++r) order[l * stride + r] = Id(rows.order[size_t(job.first_layer + l) * rows.experts + r]);
-    const std::unique_ptr<Id[]> memory(new Id[rows.tokens() * job.layers * rows.top_k + 1]);  // rows that are not recorded are never read
+    const std::unique_ptr<Id[]> memory(new Id[rows.tokens() * job.layers * rows.top_k + kRoutingRowSlack]);  // rows that are not recorded are never read
     job.order = order.data();
     job.rows = memory.get();
     return kernel(job);

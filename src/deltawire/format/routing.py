@@ -34,7 +34,7 @@ _FACTS = 1 << 14
 _SORTED_FROM = 12
 """Rows with more experts than this are sorted, to find those that are named twice."""
 _SMALL = 1 << 16
-"""Fewer ids than this are coded with and without an order of the experts, and the shorter form is taken."""
+"""Fewer ids than this are coded with and without an order of the experts, and the shorter form is taken. One thread decodes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class Routing:
         """The number of expert ids, with missing ones."""
         return len(self.sequences.tokens) * len(self.layout.layers) * self.layout.top_k
 
-    def experts(self, *, threads: int = 1) -> list[NDArray[np.int16]]:
+    def experts(self, *, threads: int = 2) -> list[NDArray[np.int16]]:
         """Return the experts of each completion by token, layer and place, ascending within a row; −1 where nothing was recorded.
 
         The first tokens are those of the prompt. Raises `CorruptRollouts`.
@@ -208,7 +208,7 @@ class Routing:
         Parameters
         ----------
         threads
-            The number of threads.
+            The most threads that decode. Small files are decoded by one.
         """
         layout, arrays = self.layout, self.arrays
         layers = len(layout.layers)
@@ -221,7 +221,7 @@ class Routing:
         coded = CodedRows(
             _unpacked(arrays["routing_codes"], sum(rows.alphabets)), arrays["routing_ends"].astype(np.uint64), arrays["routing_data"]
         )
-        whole = decode_rows(rows, coded, threads=threads)
+        whole = decode_rows(rows, coded, threads=threads if self.ids >= _SMALL else 1)
         return np.split(whole, self.sequences.starts[1:-1])
 
     def of_completion(self, number: int) -> NDArray[np.int16]:
@@ -384,9 +384,11 @@ def _copied(shared: NDArray[Any], sequences: Sequences) -> NDArray[np.int64]:
 
 def _references(tokens: NDArray[np.int32]) -> NDArray[np.int64]:
     """Return the last earlier token with the same id, for each token of all sequences."""
-    order = np.argsort(tokens, kind="stable")
+    keys = (tokens.astype(np.int64) << 32) + np.arange(len(tokens))
+    keys.sort()  # it takes a fifth of the time of a stable argsort
+    order, ids = keys & 0xFFFFFFFF, keys >> 32
     reference = np.full(len(tokens), -1, np.int64)
-    same = tokens[order[1:]] == tokens[order[:-1]]
+    same = ids[1:] == ids[:-1]
     reference[order[1:][same]] = order[:-1][same]
     return reference
 
@@ -421,8 +423,10 @@ def _recorded(runs: NDArray[np.int32], copied: NDArray[np.int64], layers: int) -
     own = np.flatnonzero(copied < 0)
     if int(runs.sum(dtype=np.int64)) != len(own) * layers or bool((runs < 0).any()) or bool((runs[1:] == 0).any()):
         raise CorruptRollouts("routing_runs do not cover the rows.")
+    if len(runs) < 2:  # all rows are recorded, or there are none
+        return np.ones((len(copied), layers), np.uint8)
     recorded = np.zeros((len(copied), layers), np.uint8)
-    recorded[own] = np.repeat(1 - np.arange(len(runs)) % 2, runs).astype(np.uint8).reshape(-1, layers)
+    recorded[own] = np.repeat((1 - np.arange(len(runs)) % 2).astype(np.uint8), runs).reshape(-1, layers)
     source = np.where(copied >= 0, copied, np.arange(len(copied)))
     while bool((source != source[source]).any()):  # a copy may be of a copy
         source = source[source]
