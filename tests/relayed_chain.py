@@ -34,7 +34,7 @@ def relay_once(source: Store, target: Store, **given: Any) -> None:
 
 def objects_of(store: Store) -> dict[str, bytes]:
     """Return all objects that belong to the chain itself."""
-    others = (keys.PINS, keys.MARKS, keys.PROBES, keys.REPORTS, keys.HEAD, keys.COMING)
+    others = (keys.PINS, keys.MARKS, keys.PROBES, keys.REPORTS, keys.HEAD, keys.COMING, keys.COPY)
     return {info.key: store.get(info.key, limit=info.size) for info in store.list("") if not info.key.startswith(others)}
 
 

@@ -55,7 +55,8 @@ class ReaderOptions:
         user, or "auto" for the usual directories, in memory and in the directory for temporary files. None shares nothing.
     relay_patience
         Only for a reader with several stores: seconds to wait for data that a relay's copy does not have yet. If the copy gets nothing new
-        in this time, the reader reads them from the origin. It is never more than half of `patience`.
+        in this time, the reader reads them from the origin. It is never more than half of `patience`. A copy that has got nothing new
+        since the reader began is waited for a fifth of this time.
     origin_poll
         Only for a reader with several stores: seconds between two requests to the origin for a commit that no copy has yet.
     find_relays

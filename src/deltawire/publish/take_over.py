@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..errors import ObjectMissing, RelayConflict
 from ..events import OnEvent
-from ..store import Store, probe
+from ..store import Store, keys, probe
 from ..store.occupancy import refuse_occupied
 from .attachments.read_files import check_sizes
 from .attachments.stored_files import AttachedFiles, StoredFiles
@@ -48,6 +49,7 @@ class TakeOver:
     ) -> None:
         check_seq(resume_from_seq)
         refuse_occupied(store)
+        _refuse_copy(store)
         probe(store)
         open_run(store, run, options.limits)
         self._store = store
@@ -83,3 +85,15 @@ class TakeOver:
     def attached(self, writer: ChainWriter, on_event: OnEvent | None) -> AttachedFiles:
         """Return the attachments that are in force when `writer` starts."""
         return AttachedFiles(self.log, writer.in_force, self._stored, keeps_others=self._keeps_others, on_event=on_event)
+
+
+def _refuse_copy(store: Store) -> None:
+    """Raise `RelayConflict` if relays write to this location. A version that is published here would never reach the origin's readers."""
+    try:
+        store.head(keys.COPY)
+    except ObjectMissing:
+        return
+    raise RelayConflict(
+        f"{store.url} is a copy that relays write, so nothing can be published there.",
+        hint=f"Publish to the origin. If the origin is lost and this copy replaces it, end its relays and delete {keys.COPY} here.",
+    )

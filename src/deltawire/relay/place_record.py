@@ -40,10 +40,16 @@ def region_floor(store: Store, run: Run) -> int:
     """Return the floor of the newest mark in the region's store that can be read, or −1."""
     for number in reversed(_marks(store)):
         data = read_record(store, keys.mark_key(number))
-        with contextlib.suppress(CorruptRecord, UnsupportedVersion):
-            mark = None if data is None else Mark.parse(data)
-            if mark is not None and mark.id == run.id:
-                return mark.floor
+        if data is not None and (floor := _floor_of(data, run)) >= 0:
+            return floor
+    return -1
+
+
+def _floor_of(data: bytes, run: Run) -> int:
+    """Return the floor that a mark of this run says, or −1."""
+    with contextlib.suppress(CorruptRecord, UnsupportedVersion):
+        mark = Mark.parse(data)
+        return mark.floor if mark.id == run.id else -1
     return -1
 
 
@@ -52,10 +58,15 @@ def raise_floor(store: Store, run: Run, floor: int, *, epoch: int) -> None:
 
     Readers and collectors of the store then treat these data as collected. Nothing happens if the newest mark says so already.
     """
-    while region_floor(store, run) < floor:
-        number = max(_marks(store), default=-1) + 1
-        mark = Mark(run.id, number, epoch, floor, secrets.token_hex(16), time.time_ns() // 1_000_000)
-        create_and_look(store, keys.mark_key(number), mark.to_bytes())
+    if region_floor(store, run) >= floor:
+        return
+    number = max(_marks(store), default=-1) + 1
+    while True:
+        mark = Mark(run.id, number, epoch, floor, secrets.token_hex(16), time.time_ns() // 1_000_000).to_bytes()
+        found = create_and_look(store, keys.mark_key(number), mark)
+        if found == mark or _floor_of(found, run) >= floor:
+            return
+        number += 1  # another process was faster, or the listing has left this mark out
 
 
 def _marks(store: Store) -> list[int]:

@@ -6,6 +6,7 @@ check it like the chain that it was copied from.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,18 +18,21 @@ from ..chain.restore import FAR, Hop, find_route
 from ..chain.routes import was_collected
 from ..errors import (
     ChainBroken,
+    ChainError,
     CorruptRecord,
     DataDamaged,
     DataMissing,
     NoChain,
     ObjectMissing,
     RelayConflict,
+    StoreError,
     UnsupportedVersion,
     VersionGone,
 )
 from ..events import OnEvent, emit
 from ..format.records.canonical import MAX_INTEGER
 from ..format.records.record_parts import FileEntry
+from ..format.records.relay_records import CopyRecord
 from ..format.records.run_records import Epoch, Head, check_same_run
 from ..format.records.signing import check_signature
 from ..format.records.version_records import Commit, Shortcut
@@ -139,6 +143,7 @@ class VersionCopy:
         if not is_shown:
             refuse_occupied(self._target)
             probe(self._target)
+            place_record(self._target, keys.COPY, CopyRecord(self.log.run.id).to_bytes())
         at = self._common_end(head)
         try:
             copied = self._copy_after(at, head, self._start(head, at, is_shown=is_shown), is_shown=is_shown)
@@ -175,6 +180,8 @@ class VersionCopy:
             return False
         if not has_record(self._target, keys.RUN, self.log.run.to_bytes()):
             raise RelayConflict(f"{self._target.url} holds another run than {self.log.store.url}.")
+        if read_record(self._target, keys.COPY) is None:
+            raise RelayConflict(f"{self._target.url} is no copy: no relay has made the chain there. It may be the origin itself.")
         return True
 
     def _show(self) -> None:
@@ -348,23 +355,34 @@ class VersionCopy:
         return self._objects_of(commit, hop, commit)
 
     def _copy_rewound_to(self, rewind: Commit, seq: int) -> None:
-        """Copy the data that lead to the version that a rewind puts in force again, if the region may not have them.
+        """Copy the data that lead to the version that a rewind puts in force again, as far as the region does not have them.
 
-        Data that were collected are left out, because they are collected only after a later commit has led elsewhere.
+        Nothing here depends on marks, because a store may leave them out of a listing. Data that were collected are left out, because they
+        are collected only after a later commit has led elsewhere.
         """
-        if seq > region_floor(self._target, self.log.run):
-            return
         made = self.log.state_commit(self.log.ancestor(rewind, seq))
+        if self.newest is not None and made.seq > self.newest.seq:
+            return  # it builds on the version that the region has, and its own data are being copied
+        region = ChainLog(self._target, run=self.log.run.run, trusted_keys=self.log.trusted_keys)
         try:
-            for hop in find_route(self.log, None, made):
-                if hop.files or hop.has_unread_list:
-                    entries = self._objects_of(hop.record, hop, hop.target)
-                    self._data.copy(entries, self.log.limits, collected=was_collected(self.log, hop))
-                if hop.shortcut is not None:
-                    key = keys.anchor_key(hop.target.seq) if hop.base is None else keys.skip_key(hop.target.seq, hop.base)
-                    place_record(self._target, key, hop.shortcut.to_bytes())
-        except VersionGone:
-            return
+            hops = find_route(region, None, made)  # what the region has need not cross the link
+        except (ChainError, StoreError):  # the region has begun with a later version, or its copy is damaged
+            hops = None
+        if hops is not None:
+            with contextlib.suppress(VersionGone, DataMissing):
+                self._copy_route(hops)
+                return
+        with contextlib.suppress(VersionGone):
+            self._copy_route(find_route(self.log, None, made))
+
+    def _copy_route(self, hops: Sequence[Hop]) -> None:
+        for hop in hops:
+            if hop.files or hop.has_unread_list:
+                entries = self._objects_of(hop.record, hop, hop.target)
+                self._data.copy(entries, self.log.limits, collected=was_collected(self.log, hop))
+            if hop.shortcut is not None:
+                key = keys.anchor_key(hop.target.seq) if hop.base is None else keys.skip_key(hop.target.seq, hop.base)
+                place_record(self._target, key, hop.shortcut.to_bytes())
 
     def _collected(self, commit: Commit) -> WasCollected:
         return was_collected(self.log, Hop(commit, None, (), "commit"))

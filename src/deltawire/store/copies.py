@@ -16,6 +16,9 @@ _MOST_NOTES = 4096
 _MEASURED_FOR = 600.0
 """Seconds after which a measured rate is forgotten, so that the copy is tried again."""
 
+_WITHOUT_PROGRESS = 0.2
+"""The share of the patience with a copy that has got nothing new since the reader began."""
+
 _LEAST_MEASURED = 64 << 10
 _NOTICEABLE = 0.005
 """Differences of latency below this many seconds do not count."""
@@ -47,6 +50,8 @@ class Copy:
         self._given_up = -1
         """Data of this commit and later ones are not waited for. −1 if the copy keeps up."""
         self._progress_at = float("-inf")
+        self._has_progressed = False
+        """Whether something new has arrived since this reader looks: a relay runs. Before that, it may have stopped long ago."""
         self._missed: OrderedDict[str, float] = OrderedDict()
         self._excluded: OrderedDict[str, None] = OrderedDict()
         self._transfers = 0
@@ -101,6 +106,7 @@ class Copy:
         if seq is None or seq <= self._newest:
             return
         with self._lock:
+            self._has_progressed = self._has_progressed or self._newest >= 0
             self._newest, self._progress_at, self._failures = seq, now, 0
             self._missed.clear()
             if seq >= self._given_up:
@@ -111,7 +117,7 @@ class Copy:
         with self._lock:
             self._failures = 0
             if self._missed.pop(key, None) is not None:
-                self._progress_at = now
+                self._progress_at, self._has_progressed = now, True
             if size >= _LEAST_MEASURED and now > began:
                 rate = size / (now - began)
                 self._rate = rate if self._rate is None else 0.7 * self._rate + 0.3 * rate
@@ -166,12 +172,15 @@ class Copy:
             since = max(self._missed.setdefault(key, now), self._progress_at)
             while len(self._missed) > _MOST_NOTES:
                 self._missed.popitem(last=False)
-            return now < since + patience
+            return now < since + self._patience(patience)
 
     def is_waited_for(self, now: float, patience: float) -> bool:
         """Return whether data that were missing may still come. The copy cannot be blamed for what they lead to then."""
         with self._lock:
-            return any(now < max(since, self._progress_at) + patience for since in self._missed.values())
+            return any(now < max(since, self._progress_at) + self._patience(patience) for since in self._missed.values())
+
+    def _patience(self, longest: float) -> float:
+        return longest if self._has_progressed else longest * _WITHOUT_PROGRESS
 
     def gave_up(self, seq: int) -> bool:
         """Note that data of a commit were waited for in vain. Return False if they were not waited for."""

@@ -57,4 +57,4 @@ def misplaced(path: Path) -> str | None:
 
 
 def _is_own(key: str) -> bool:
-    return key in (keys.RUN, keys.HEAD, keys.COMING) or key.startswith(_OWN)
+    return key in (keys.RUN, keys.HEAD, keys.COMING, keys.COPY) or key.startswith(_OWN)

@@ -62,7 +62,8 @@ class SourceOptions:
     origin_poll
         Seconds between two requests to the origin for a commit that no copy has yet.
     patience
-        Seconds to wait for data that a copy does not have yet. If the copy gets nothing new in this time, the origin is read.
+        Seconds to wait for data that a copy does not have yet. If the copy gets nothing new in this time, the origin is read. A copy that
+        has got nothing new since this reader began is waited for a fifth of this time.
     signed
         Whether the reader checks signatures. If not, records from copies are compared with the origin's.
     slowest
@@ -440,7 +441,7 @@ class Sources(Store):
             if copy.is_awaited(key, seq, now, self._options.patience):
                 raise
             if copy.gave_up(seq):
-                reason = f"{key} is not there after {self._options.patience:g} seconds"
+                reason = f"{key} is not there, and nothing else has arrived for some seconds"
                 emit(self._on_event, "relay-late", relay=copy.store.url, key=key, reason=reason)
             return False
         except DataDamaged as error:

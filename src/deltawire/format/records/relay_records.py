@@ -1,4 +1,4 @@
-"""The record by which a relay says where its copy of the chain is (docs/protocol.md §11)."""
+"""The records of relays: where a copy of the chain is, and that a location is one (docs/protocol.md §11)."""
 
 from __future__ import annotations
 
@@ -32,4 +32,22 @@ class PublishedRelay(CanonicalRecord):
         fields.done()
         if not 1 <= len(found.url) <= MAX_URL or not found.url.isprintable():
             fields.refuse("its url is no URL")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRecord(CanonicalRecord):
+    """Says that a location is a copy of a chain, which relays write. It keeps publishers from it, and keeps relays from an origin."""
+
+    id: str
+    """The id of the run."""
+
+    def plain(self) -> dict[str, Any]:
+        return {"deltawire": "copy", "version": 1, "id": self.id}
+
+    @classmethod
+    def parse(cls, data: bytes) -> CopyRecord:
+        fields = Fields.parse(data, "copy")
+        found = cls(fields.matching("id", NONCE))
+        fields.done()
         return found

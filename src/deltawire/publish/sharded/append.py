@@ -25,6 +25,7 @@ from ..snapshots import SnapshotDevice
 from ..upload.data_objects import DataLocation, Update, upload_update
 from ..upload.segments import Segment
 from ..writer_options import WriterOptions
+from .announcing import SharedAnnouncer
 from .checkpoint import SharedCheckpoint, files_at_first, upload_together
 from .division import Division, Parts
 from .first_rank import FirstRank, PartsPublication, ask_first_rank
@@ -73,6 +74,8 @@ class PartsAppender:
         The options of the writer.
     device
         Where copies of parts on a GPU are kept.
+    announcing
+        Announces files before their commit. None if files are not announced.
     on_event
         Receives the events of this process.
     """
@@ -88,9 +91,11 @@ class PartsAppender:
         options: WriterOptions,
         *,
         device: SnapshotDevice,
+        announcing: SharedAnnouncer | None,
         on_event: OnEvent | None,
     ) -> None:
         self._ranks = ranks
+        self._announcing = announcing
         self._device = device
         self._store = store
         self._pool = pool
@@ -126,6 +131,8 @@ class PartsAppender:
             sent = None if is_full else self._append_delta(publication, seq)
             return self._append_checkpoint(publication, seq) if sent is None else sent
         finally:
+            if self._announcing is not None:
+                self._announcing.end()
             if self._pending is not None and self._pending.deltas is not None:
                 self._pending.parts = None
 
@@ -186,7 +193,19 @@ class PartsAppender:
             names = [name for index in indices for name in baseline.table.names_of(baseline.segments[index])]
             return source.make(names, may_be_unwritten=True)
 
+        # All processes must decide alike. Several have several files.
+        announcing = self._announcing if self._ranks.size > 1 or len(baseline.segments) > 1 else None
+        if announcing is not None:
+            announcing.begin(None if self._first is None else self._first.aim)
+
         def encode() -> dict[str, Any] | None:
+            try:
+                return encode_own()
+            finally:
+                if announcing is not None:
+                    announcing.uploaded()
+
+        def encode_own() -> dict[str, Any] | None:
             nonlocal update, reverse
             update = upload_update(
                 self._location(seq),
@@ -197,6 +216,7 @@ class PartsAppender:
                 segments_of=make if source.whole is None else None,
                 batches=batches_of_parts(source.written_bytes, baseline.parts, source.whole, baseline.table, baseline.segments),
                 wants_reverse=source.whole is None and baseline.needs_reverse(remember=self._has_skips),
+                uploaded=None if announcing is None else announcing.add,
             )
             if update is None:
                 return None

@@ -29,9 +29,11 @@ from ..shortcuts.compose import Composition
 from ..shortcuts.made_shortcuts import MadeShortcuts
 from ..shortcuts.shortcut_writer import ShortcutWriter
 from ..take_over import TakeOver
+from ..upload.announcer import Announcer
 from ..upload.data_objects import DataLocation, upload_list
 from ..upload.segments import TensorTable
 from ..writer_options import WriterOptions
+from .announcing import Aim
 from .checkpoint import SharedCheckpoint
 from .division import Division, Parts
 from .parts_source import PartsSource
@@ -113,6 +115,7 @@ class FirstRank:
         self._pool = pool
         self._shortcuts = ShortcutWriter(store, pool, self._writer.run, self._writer.epoch, options)
         self._made = MadeShortcuts()
+        self.announcer = Announcer(store, pool, self._writer.run.id, self._writer.epoch, options.signing_key)
         self._anchoring = threading.Event()
         """Set while an anchor is being made, or waits to be. There is one at a time."""
         self._options = options
@@ -142,6 +145,11 @@ class FirstRank:
             "commit": None if self._commit is None else self._commit.to_bytes().decode(),
             "rewind": self._must_rewind,
         }
+
+    @property
+    def aim(self) -> Aim:
+        """The commit that the next delta builds on, and the number of its own commit."""
+        return self._writer.tip, self._writer.next_seq
 
     def settle(self, table: TensorTable | None) -> dict[str, Any]:
         """Find out whether the last commit landed, if that is unknown. Returns its record if it did, and the seq of the next commit."""

@@ -31,6 +31,7 @@ from ..time_limit import TimeLimit
 from ..upload.segments import TensorTable
 from ..upload.upload_pool import UploadPool
 from ..writer_options import WriterOptions
+from .announcing import SharedAnnouncer
 from .append import PartsAppender
 from .division import MOST_RANKS, Parts, Splitter
 from .first_rank import FirstRank, PartsPublication
@@ -41,6 +42,9 @@ from .shortcuts import SharedShortcuts
 
 _STREAMS = 32
 """Most objects that each process uploads at the same time. The store, which measures its link, often admits fewer."""
+
+_LAST_ROUND = 5.0
+"""Seconds to wait at the end for other processes that announce their last files. Nothing depends on it."""
 
 
 class ShardedPublisher:
@@ -152,7 +156,7 @@ class ShardedPublisher:
                     quantising=self._quantising,
                     on_event=on_event,
                 )
-                return {**first.opening(), "skips": options.skips, "full": starts_full}
+                return {**first.opening(), "skips": options.skips, "announces": options.announce, "full": starts_full}
 
             opening = together(ranks, open_all)[0]
             together(ranks, lambda: self._require_run(opening["id"]))
@@ -166,9 +170,22 @@ class ShardedPublisher:
             self._jobs = JobThread("deltawire-upkeep")
             opened.callback(self._jobs.close)
             shortcuts = SharedShortcuts(beside, first, self._store, pool, self.epoch, self._jobs, options, makes_skips=opening["skips"])
+            self._announcing: SharedAnnouncer | None = None
+            if opening["announces"]:
+                sending = JobThread("deltawire-announce")
+                self._announcing = SharedAnnouncer(ranks.another_channel(), sending, None if first is None else first.announcer)
             self._opened = opened.pop_all()
         self._appender = PartsAppender(
-            ranks, self._store, self._pool, shortcuts, first, opening, options, device=snapshot, on_event=on_event
+            ranks,
+            self._store,
+            self._pool,
+            shortcuts,
+            first,
+            opening,
+            options,
+            device=snapshot,
+            announcing=self._announcing,
+            on_event=on_event,
         )
         if first is not None and self.version is not None:
             self._advice.follows(first.table_before, self.version.step if resume_from_seq is None else None)
@@ -296,6 +313,7 @@ class ShardedPublisher:
             try:
                 closing.run(lambda: self._appender.settle(None), "the last version")
             finally:
+                self._end_announcing(_LAST_ROUND if closing.left is None else min(_LAST_ROUND, closing.left))
                 closing.end_threads(self._jobs, self._pools, self.version, self._on_event)
 
     def start_closing(self) -> Closing:
@@ -314,8 +332,13 @@ class ShardedPublisher:
             return
         self._closed = True
         self._jobs.abandon()  # it may be waiting for a process that has died
+        self._end_announcing(0.0)
         with self._opened:
             closing.end_threads(self._jobs, self._pools, self.version, self._on_event)
+
+    def _end_announcing(self, seconds: float) -> None:
+        if self._announcing is not None:
+            self._announcing.close(seconds)
 
     def __enter__(self) -> ShardedPublisher:
         return self
