@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime, timezone
 
 import pytest
 from relayed_chain import assert_data_before_commits, objects_of, open_relay, reads_of_data, relay_once
@@ -19,7 +18,6 @@ from deltawire.store import keys
 from deltawire.store.base import ObjectInfo
 from deltawire.store.copies import Copy
 from deltawire.store.memory import MemoryStore
-from deltawire.store.sources import Sources
 from deltawire.store.wrapped import WrappedStore
 from deltawire.testing import FaultyStore
 
@@ -70,27 +68,6 @@ def test_a_relay_that_died_before_its_first_version_leaves_a_place_for_relays_on
         Publisher(region)
     relay_once(chain.store, region)
     assert bits_in(region) == bits_of(chain.state)
-
-
-def test_a_listing_of_a_copy_is_bounded(monkeypatch):
-    monkeypatch.setattr("deltawire.store.sources._MOST_LISTED", 1000)
-    chain, region = toy(3)
-    chain.add_anchor(2)
-    relay_once(chain.store, region)
-    given = 0
-
-    class Endless(WrappedStore):
-        def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
-            nonlocal given
-            while True:
-                given += 1
-                yield ObjectInfo(f"{prefix}{given:020}.json", 1, datetime.now(timezone.utc))
-
-    events = []
-    sources = Sources(chain.store, [Endless(region)], on_event=events.append)
-    assert [info.key for info in sources.list(keys.ANCHORS)] == [keys.anchor_key(2)]
-    assert given == 1001
-    assert [event.name for event in events] == ["relay-avoided"]
 
 
 def test_a_copy_that_gets_nothing_new_is_waited_for_a_short_time():
