@@ -18,6 +18,7 @@ from ..events import OnEvent, emit
 from ..store import Progress, Store, open_store
 from ..store.keys import relay_key
 from ..subscribe.follow import pause
+from ..subscribe.mirror.mirror import Mirror
 from ..subscribe.pin_keeper import PinKeeper
 from .announcement_copy import AnnouncementCopy
 from .data_copy import DataCopy
@@ -101,6 +102,8 @@ class Relay:
         self._versions = VersionCopy(log, self._target, self._data, self._pins, on_event=on_event)
         self._announcements = AnnouncementCopy(log, self._target, self._data)
         self._shortcuts = None
+        if mirror is not None:
+            Mirror(Path(mirror)).refuse_occupied()  # now, because the first shortcut may be due much later
         if shortcuts != "none":
             self._shortcuts = ShortcutCopy(
                 log,

@@ -43,6 +43,9 @@ _MOST_NOTES = 4096
 _LOOK_EVERY = 600.0
 """Seconds between two looks for more copies."""
 
+_MOST_COPIES = 64
+"""Most copies after these looks, whatever is published in the meantime."""
+
 _MOST_LISTED, _LONGEST_LISTING = 1 << 18, 60.0
 """Most objects of a copy's listing, and the most seconds that it may take. A listing that goes on is not used."""
 
@@ -125,7 +128,10 @@ def open_sources(
 
     def more(origin: Store) -> Iterator[Store]:
         for url in () if find is None else find(origin):
-            yield open_store(url, options=hasty, on_event=on_event)
+            try:
+                yield open_store(url, options=hasty, on_event=on_event)
+            except DeltawireError as error:  # for example, no credentials for its provider
+                emit(on_event, "relay-avoided", relay=url, reason=str(error), seconds=_LOOK_EVERY)
 
     return Sources(stores[0], stores[1:], options=sources, owned=owned, more=None if find is None else more, on_event=on_event)
 
@@ -316,7 +322,7 @@ class Sources(Store):
         known = {self.url, *self.copy_urls}
         try:
             for store in self._more(self.origin):
-                if store.url not in known:
+                if store.url not in known and len(self._copies) < _MOST_COPIES:
                     known.add(store.url)
                     self._owned.append(store)
                     self._copies.append(Copy(store))

@@ -90,6 +90,23 @@ def test_a_busy_member_leases_the_next_task_when_half_of_the_present_one_is_over
     assert me.seconds_to_spare < 0  # short tasks are leased at once
 
 
+def test_a_member_without_a_task_never_looks_busy_to_its_other_threads() -> None:
+    """A thread that looks for a task in vain must not make the one that claims tasks wait for half a task."""
+    looks: list[bool] = []
+    me = member()
+    me.typical_seconds = 600.0
+    me.ticks = lambda: looks.append(me.is_busy) or 0.0  # type: ignore[func-returns-value]
+
+    class Begun(list[float]):
+        def append(self, began: float) -> None:
+            super().append(began)
+            looks.append(me.seconds_to_spare > 0)
+
+    me.begun = Begun()
+    assert me.begin_task() is None
+    assert not any(looks)
+
+
 def test_a_queued_task_is_dropped_if_the_version_has_changed_meanwhile() -> None:
     events: list[Event] = []
     me = member(claim(0), claim(1), on_event=events.append)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from toy_chain import ToyChain, first_state
 from deltawire.chain.published_relays import may_use, publish_relay, published_relays, remove_relay
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import BadUrl
+from deltawire.events import Event
 from deltawire.format.records.relay_records import PublishedRelay
 from deltawire.relay import Relay
-from deltawire.store import keys
+from deltawire.store import Store, keys
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
-from deltawire.store.sources import Sources
+from deltawire.store.sources import Sources, open_sources
 from deltawire.subscribe import Subscriber
 from deltawire.testing import FaultyStore
 
@@ -105,3 +107,35 @@ def test_objects_that_are_no_published_relays_are_ignored(tmp_path: Path):
     assert published_relays(store) == []
     with pytest.raises(BadUrl):
         publish_relay(store, run, "bad", "memory://copy")
+
+
+def test_a_location_that_cannot_be_opened_hides_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Anybody may publish a relay at a provider that the reader has no account for."""
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    pytest.importorskip("obstore")
+    events: list[Event] = []
+    store = open_sources(tmp_path / "toy", find=lambda _: ["az://container/run", (tmp_path / "copy").as_uri()], on_event=events.append)
+    chain = chain_in(tmp_path / "toy")
+    relay_once(chain.store, LocalStore(tmp_path / "copy"))
+    assert isinstance(store, Sources)
+    with Subscriber(store, options=ReaderOptions(patience=0.0, pin=False), threads=1) as reader:
+        reader.sync()
+        assert bits_of(reader.state) == bits_of(chain.state)
+        assert store.copy_urls == ((tmp_path / "copy").as_uri(),)
+    (avoided,) = [event.fields["relay"] for event in events if event.name == "relay-avoided"]
+    assert avoided == "az://container/run"
+
+
+def test_readers_keep_a_bounded_number_of_copies_whatever_is_published(tmp_path: Path):
+    chain, now, looks = chain_in(tmp_path / "toy"), [0.0], [0]
+
+    def more(_: Store) -> Iterator[Store]:
+        looks[0] += 1
+        yield from (MemoryStore(f"copy-{looks[0]}-{number}") for number in range(40))
+
+    sources = Sources(chain.store, [], more=more, clock=lambda: now[0])
+    for _ in range(5):
+        sources.get(keys.HEAD, limit=1 << 16)
+        now[0] += 601
+    assert looks == [5]
+    assert len(sources.copy_urls) == 64

@@ -16,7 +16,7 @@ from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.errors import BadUrl, DataDamaged, NoChain, RelayConflict, SignatureInvalid
+from deltawire.errors import BadUrl, DataDamaged, MirrorError, NoChain, RelayConflict, SignatureInvalid
 from deltawire.events import Event
 from deltawire.format.records.signing import SigningKey
 from deltawire.relay import Relay, data_copy
@@ -449,6 +449,14 @@ def test_an_epoch_that_is_read_wrongly_is_not_written_to_the_region():
         relay_once(FaultyStore(chain.store, [Reading(call("get", keys.epoch_key(1)), "flip")]), region)
     relay_once(chain.store, region)
     assert objects_of(region) == objects_of(chain.store)
+
+
+def test_a_relay_refuses_a_directory_with_other_files_for_its_mirror_before_it_copies(tmp_path: Path):
+    chain, region = toy(1)
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(MirrorError, match=r"notes\.txt"):
+        Relay(chain.store, region, mirror=tmp_path)
+    assert not objects_of(region)
 
 
 def test_a_relay_from_a_location_to_itself_is_refused(tmp_path: Path):

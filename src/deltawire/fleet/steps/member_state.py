@@ -228,12 +228,15 @@ class MemberState:
     @property
     def seconds_to_spare(self) -> float:
         """How long the next lease can wait, so that others can take the task meanwhile. Until half of a task is over, or a little less."""
-        if not self.is_busy or not self.begun:
+        begun = tuple(self.begun)  # other threads may end their tasks at any moment
+        if not self.is_busy or not begun:
             return 0.0
-        return min(self.begun) + self.typical_seconds / 2 - _LEAD_SECONDS - self.ticks()
+        return min(begun) + self.typical_seconds / 2 - _LEAD_SECONDS - self.ticks()
 
     def begin_task(self) -> tuple[Claim, float] | None:
         """Take the first task of the queue, and return it with the time; None if the queue is empty. Pass the time to `end_task`."""
+        if not self.queue:  # other threads must not see work that does not exist, because they would wait for its end
+            return None
         began = self.ticks()
         self.begun.append(began)  # before the queue shrinks, so that other threads never see room that does not exist
         try:
