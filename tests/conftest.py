@@ -1,10 +1,16 @@
-"""Set one Hypothesis profile for all tests, with the same examples on every run and no deadlines. Make Ctrl-C work in child processes."""
+"""Set one Hypothesis profile for all tests, with the same examples on every run and no deadlines. Make Ctrl-C work in child processes.
+
+All processes of the tests check the events that they emit.
+"""
 
 import gc
+import os
 import signal
 
 from hypothesis import HealthCheck, settings
 from thorough import MORE
+
+from deltawire.events import registry
 
 settings.register_profile(
     "deltawire",
@@ -15,6 +21,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("deltawire")
+
+os.environ["DELTAWIRE_CHECK_EVENTS"] = "1"  # for child processes
+registry.CHECKS = True  # pytest has imported deltawire already, because its settings name our warnings
 
 # A shell makes its background processes ignore Ctrl-C, and children would inherit that. Tests send Ctrl-C to children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -56,6 +56,7 @@ WARM_UPS = {"light": _LIGHT, "torch": _TORCH, "trl": _TRL}
 _FORKED_FROM = {"torch": "light", "trl": "torch"}
 """Parents that are themselves forked from another parent, so that they import less."""
 
+os.environ["DELTAWIRE_CHECK_EVENTS"] = "1"  # the parents import deltawire, and the processes that they fork check their events
 _ADDRESSES = "DELTAWIRE_TEST_PARENTS"
 _LARGEST_REQUEST = 1 << 18
 _MOST_FILES = 32

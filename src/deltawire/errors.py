@@ -80,6 +80,7 @@
     │   ├── UnusableRouting         recorded experts do not fit the model or the batch
     │   └── TrainingFailed          training fails even without the suspicious results
     ├── UnusablePlan                a number that the planner was given cannot be used
+    ├── TelemetryUnavailable        metrics, logs or traces cannot be passed on
     └── CodecUnavailable            the requested codec cannot run on this machine
 
 Every error except `EngineQuarantined` leaves the state unchanged. If `retryable` is true, the same call may succeed later although nothing
@@ -607,6 +608,12 @@ class UnusablePlan(DeltawireError):
     """A number or a name that the planner was given cannot be used."""
 
     hint = "Correct it, and plan again."
+
+
+class TelemetryUnavailable(DeltawireError):
+    """Events cannot be passed on to another system, because its package is missing or it cannot be reached."""
+
+    hint = "Install the package, or leave the listener out."
 
 
 class CodecUnavailable(DeltawireError):

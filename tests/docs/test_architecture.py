@@ -6,7 +6,6 @@ import importlib
 import re
 import sys
 
-from emitted_events import emitted
 from markdown_blocks import PAGES, ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
@@ -42,20 +41,3 @@ def test_every_type_of_a_version_is_where_the_page_says() -> None:
     table = re.findall(r"^\| `(\w+)` \| `(deltawire[\w.]*)` \|", (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert [name for name, module in table if not hasattr(importlib.import_module(module), name)] == []
     assert len(table) > 4
-
-
-def test_the_page_of_events_has_every_event_and_no_other() -> None:
-    page = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ((?:`[a-z-]+`(?:, )?)+) \|", page, re.MULTILINE)
-    (warnings,) = re.findall(r"^Warnings are events too: (.*) each with", page, re.MULTILINE)
-    listed = [name for text in [*rows, warnings] for name in re.findall(r"`([a-z-]+)`", text)]
-    assert len(listed) == len(set(listed))
-    assert set(listed) == emitted(SOURCE).keys()
-
-
-def test_the_page_of_events_has_the_fields_of_every_event() -> None:
-    page = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
-    found = emitted(SOURCE)
-    for names, fields in re.findall(r"^\| ((?:`[a-z-]+`(?:, )?)+) \| .* \| (.*) \|$", page, re.MULTILINE):
-        given = {field for name in re.findall(r"`([a-z-]+)`", names) for field in found[name]}
-        assert given <= set(re.findall(r"`(\w+)`", fields)), names

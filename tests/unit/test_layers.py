@@ -14,7 +14,7 @@ SOURCE = Path(deltawire.__file__).parent
 LAYERS = [
     {"errors"},
     {"events", "dtypes"},
-    {"warnings"},
+    {"warnings", "telemetry"},
     {"codec"},
     {"format"},
     {"tensors"},

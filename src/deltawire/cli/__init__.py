@@ -44,6 +44,7 @@ from .commands import (
     verify,
 )
 from .output.help_text import PlainCommand
+from .output.log_output import print_no_events
 from .output.plain_output import never_fail_to_print
 from .process.exit_codes import interrupt_on_termination
 from .process.usage_errors import CommandsWithJsonErrors
@@ -103,5 +104,6 @@ def _options(version: _Version = False) -> None:
 def main() -> None:
     """Run the command line of this process, and exit with its code."""
     never_fail_to_print()
+    print_no_events()
     interrupt_on_termination()
     app(prog_name="deltawire")

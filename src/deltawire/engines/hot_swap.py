@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator
 from types import TracebackType
@@ -226,4 +225,3 @@ class HotSwap:
             name = type(error).__name__
             self.last_error = error if isinstance(error, Exception) else EngineUnavailable(f"{self.engine.name} raised {name}.")
             emit(self._on_event, "follow-failed", engine=self.engine.name, error=name, reason=str(error))
-            logging.getLogger("deltawire").error("%s no longer follows the chain: %s", self.engine.name, self.last_error)

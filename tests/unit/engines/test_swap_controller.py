@@ -62,7 +62,7 @@ class Scene:
             kv_cache=KvCache.KEEP,
             confirm_every=confirm_every,
             intervals=self.intervals,
-            details=lambda record: {"extra": record.version.seq, "wait_seconds": 0.5},
+            details=lambda record: {"preempted": record.version.seq, "wait_seconds": 0.5},
             on_event=self.events.append,
         )
         self.engine.controller = self.controller
@@ -232,7 +232,7 @@ def test_events_tell_the_version_the_times_and_the_details() -> None:
     scene.swap(2)
     (event,) = scene.events
     fields = dict(event.fields)
-    assert (fields["engine"], fields["seq"], fields["updates"], fields["extra"]) == ("scripted", 3, VERSIONS[2].updates, 3)
+    assert (fields["engine"], fields["seq"], fields["updates"], fields["preempted"]) == ("scripted", 3, VERSIONS[2].updates, 3)
     assert fields["wait_seconds"] == 0.5
     last = scene.controller.last
     assert last is not None

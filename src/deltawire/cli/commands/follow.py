@@ -11,6 +11,7 @@ import typer
 
 from ..options.chain import FromOption, HostCacheOption, PinOption, RelaysOption, RunOption, TrustOption, UrlArgument, reader_options
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
+from ..options.metrics import MetricsOption, counted
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
 from ..output.event_notices import print_if_not_shared, print_if_verbose, print_if_waiting
@@ -58,6 +59,7 @@ def follow(
     max_rate: MaxRateOption = None,
     max_requests: MaxRequestsOption = None,
     host_cache: HostCacheOption = "off",
+    metrics: MetricsOption = None,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonLinesOption = False,
@@ -88,13 +90,14 @@ def follow(
         limits = store_options(max_rate, max_requests)
         reading = reader_options(run, trust, max_silence=max_silence, pin=pin, store=limits, host_cache=host_cache, relays=relays)
         store = stack.enter_context(opened(url, copies=copies, reading=reading, verbose=verbose))
+        on_event = stack.enter_context(counted(metrics, ending.with_output(listener)))
         subscriber = stack.enter_context(
             Subscriber(
                 MeteredStore(store, progress),
                 directory,
                 options=reading,
                 threads=threads,
-                on_event=ending.with_output(listener),
+                on_event=on_event,
             )
         )
         hook = None if command is None else ExecHook(command, directory, url, stdout_to_stderr=json)

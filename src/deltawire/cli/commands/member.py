@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +20,7 @@ from ..options.chain import HostCacheOption, RelaysOption, RunOption, TrustOptio
 from ..options.common import JsonLinesOption
 from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOption, RoutingOption
 from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourcesOption, check_member_name
+from ..options.metrics import MetricsOption, counted
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
 from ..output.event_notices import notice_of
@@ -58,6 +59,7 @@ def member(
     max_rate: MaxRateOption = None,
     max_requests: MaxRequestsOption = None,
     host_cache: HostCacheOption = "off",
+    metrics: MetricsOption = None,
     trust: TrustOption = None,
     run: RunOption = None,
     leave_with_stdin: Annotated[bool, typer.Option("--leave-with-stdin", hidden=True)] = False,
@@ -98,12 +100,17 @@ def member(
         stop = threading.Event()
         if leave_with_stdin:
             threading.Thread(target=_leave_with_stdin, args=(stop,), name="deltawire-stdin", daemon=True).start()
-        with _leaving_on_signals(stop), Ending(_LONGEST_ENDING) as ending:
-            if json:
-                serve(options, stop=stop, on_event=ending.with_output(lambda event: print_json_line(event.to_json())))
-                return
-            with _View() as view:
-                serve(options, stop=stop, on_event=ending.with_output(view))
+        with (
+            _leaving_on_signals(stop),
+            Ending(_LONGEST_ENDING) as ending,
+            nullcontext(_print_as_json) if json else _View() as output,
+            counted(metrics, ending.with_output(output), name) as on_event,
+        ):
+            serve(options, stop=stop, on_event=on_event)
+
+
+def _print_as_json(event: Event) -> None:
+    print_json_line(event.to_json())
 
 
 @contextmanager

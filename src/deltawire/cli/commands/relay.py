@@ -13,6 +13,7 @@ import typer
 from ..options.chain import PinOption, RunOption, TrustOption, check_url, reader_options
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
 from ..options.member import check_member_name
+from ..options.metrics import MetricsOption, counted
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
 from ..output.event_notices import print_if_verbose, print_if_waiting
@@ -80,6 +81,7 @@ def relay(
     pin: PinOption = True,
     max_rate: MaxRateOption = None,
     max_requests: MaxRequestsOption = None,
+    metrics: MetricsOption = None,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonLinesOption = False,
@@ -104,6 +106,7 @@ def relay(
         bar = stack.enter_context(ExitStack())  # the bar is only for the first version, which may take long
         listener = _Listener(json, verbose=verbose, before_line=bar.close)
         progress = bar.enter_context(progress_bar("relay", None, quiet=json or verbose))
+        on_event = stack.enter_context(counted(metrics, ending.with_output(listener), publish_as))
         copier = stack.enter_context(
             Relay(
                 origin,
@@ -115,7 +118,7 @@ def relay(
                 publish_as=publish_as,
                 threads=threads,
                 progress=progress,
-                on_event=ending.with_output(listener),
+                on_event=on_event,
             )
         )
         if once:

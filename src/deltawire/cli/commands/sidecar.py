@@ -17,6 +17,7 @@ from ..options.chain import HostCacheOption, PinOption, RelaysOption, RunOption,
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
 from ..options.engine import Cache, CacheOption, Canary, CanaryOption
 from ..options.member import check_member_name
+from ..options.metrics import MetricsOption, counted
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
 from ..output.event_notices import notice_of, print_if_verbose
@@ -142,6 +143,7 @@ def sidecar(
     max_rate: MaxRateOption = None,
     max_requests: MaxRequestsOption = None,
     host_cache: HostCacheOption = "off",
+    metrics: MetricsOption = None,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonLinesOption = False,
@@ -161,12 +163,13 @@ def sidecar(
         raise typer.BadParameter("name the chain of the weights with --from, or that of a LoRA adapter with --lora.", param_hint="--from")
     if not sources and canary is not Canary.off:
         raise typer.BadParameter("--canary checks versions of the weights, so name their chain with --from.", param_hint="--canary")
-    with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
+    with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending, contextlib.ExitStack() as stack:
         from ...engines.base import KvCache
         from ...engines.vllm.driver.lora_follower import following
         from ...engines.vllm.driver.sidecar import Sidecar
 
-        on_event = ending.with_output(_print_as_json if json else _Listener(verbose))
+        printing = ending.with_output(_print_as_json if json else _Listener(verbose))
+        on_event = stack.enter_context(counted(metrics, printing, name))
         limits = store_options(max_rate, max_requests)  # full checkpoints are read by the server, without these limits
         reading = partial(reader_options, pin=pin, store=limits, host_cache=host_cache)
         followers = start_followers(adapters, engine, spool, reading(None, trust), on_event)

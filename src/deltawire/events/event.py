@@ -1,18 +1,17 @@
-"""Events: what happened, as plain values for logs and metrics. A failing listener never disturbs the data path."""
+"""Events as plain values, and the listeners that get them."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from threading import Lock
 from typing import Any
 
-Value = int | float | str | None
+from . import log_lines, registry
+from .kinds.kind import Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +67,46 @@ OnEvent = Callable[[Event], Any]
 
 
 def emit(on_event: OnEvent | None, name: str, **fields: Value) -> None:
-    """Pass an event to the listener, if there is one."""
-    if on_event is None:
+    """Pass an event to the listener, if there is one, and to the logger "deltawire", if its level is high enough.
+
+    With `DELTAWIRE_CHECK_EVENTS=1` in the environment, as in tests, an event that the registry does not allow raises `UnregisteredEvent`.
+    """
+    if registry.CHECKS:
+        registry.check(name, fields)
+    is_logged = log_lines.is_logged(name)
+    if on_event is None and not is_logged:
         return
+    event = Event(name, fields)
+    if is_logged:
+        log_lines.log(event)
+    if on_event is not None:
+        _tell(on_event, event)
+
+
+def _tell(on_event: OnEvent, event: Event) -> None:
     try:
-        on_event(Event(name, fields))
+        on_event(event)
     except Exception:
-        logging.getLogger("deltawire").exception("the event listener failed on %r", name)
+        logging.getLogger("deltawire").exception("the event listener failed on %r", event.name)
+
+
+def tell_all(*listeners: OnEvent | None) -> OnEvent | None:
+    """Return one listener that tells all of these, in this order. If one of them fails, the others are told nevertheless.
+
+    Parameters
+    ----------
+    listeners
+        The listeners. None stands for no listener. If there is none at all, the result is None.
+    """
+    wanted = [listener for listener in listeners if listener is not None]
+    if len(wanted) < 2:
+        return wanted[0] if wanted else None
+
+    def tell(event: Event) -> None:
+        for listener in wanted:
+            _tell(listener, event)
+
+    return tell
 
 
 def with_fields(on_event: OnEvent | None, **fields: Value) -> OnEvent | None:
@@ -82,41 +114,3 @@ def with_fields(on_event: OnEvent | None, **fields: Value) -> OnEvent | None:
     if on_event is None:
         return None
     return lambda event: on_event(Event(event.name, {**fields, **event.fields}, event.time))
-
-
-def printable(text: str) -> str:
-    """Return text that is safe to print: characters that could move the cursor or change colours are replaced."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
-
-
-class Stopwatch:
-    """Counts seconds per phase ("fetch", "verify", "resolve", "apply" …), summed over threads. Parallel phases overlap.
-
-    >>> watch = Stopwatch()
-    >>> with watch.phase("fetch"):
-    ...     pass
-    >>> watch.seconds["fetch"]
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.seconds: dict[str, float] = {}
-        self._clock = clock
-        self._lock = Lock()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside the context to this phase, even if it raises."""
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self.add(name, self._clock() - start)
-
-    def add(self, name: str, seconds: float) -> None:
-        with self._lock:
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-
-    def emit(self, on_event: OnEvent | None, **fields: Value) -> None:
-        """Report all phases so far as one event "seconds"."""
-        with self._lock:
-            emit(on_event, "seconds", **fields, **self.seconds)

@@ -1,0 +1,11 @@
+"""Listeners that pass events on to other systems: Prometheus, trackers of experiments, traces.
+
+    metric_table.py    `METRICS`: every metric, and the events that change it
+    prometheus.py      `PrometheusMetrics`: the metrics, with a route `/metrics`
+
+Each of them needs a package that is an extra of deltawire, which is imported when it is used.
+"""
+
+from .prometheus import PrometheusMetrics
+
+__all__ = ["PrometheusMetrics"]
