@@ -56,7 +56,9 @@ class Field:
             return isinstance(value, bool) or (type(value) is int and value in (0, 1))
         if self.type == "integer":
             return type(value) is int
-        return type(value) in (int, float) if self.type == "number" else isinstance(value, str)
+        if self.type == "number":
+            return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return isinstance(value, str)
 
 
 @dataclass(frozen=True, slots=True)
