@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import deltawire
-
-SOURCE = Path(deltawire.__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "src" / "deltawire"
 LAYERS = [
     {"errors"},
     {"events", "dtypes"},
@@ -104,7 +103,6 @@ def test_only_one_module_loads_files_of_a_bucket_with_transformers():
     assert trusting == ["AutoModelForCausalLM.from_config(config, trust_remote_code=False)"]
 
 
-ROOT = Path(__file__).resolve().parents[2]
 TESTS = {path.stem for path in (ROOT / "tests").rglob("*.py")}
 PROGRAMS = sorted(path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
 
