@@ -137,7 +137,7 @@ def test_a_directory_that_may_not_be_read_is_one_line(chain: Path) -> None:
         chain.chmod(0o755)
 
 
-_CHAIN_COMMANDS = ("publish", "pull", "follow", "sidecar", "log", "show", "verify", "gc", "keygen")
+_CHAIN_COMMANDS = ("publish", "pull", "follow", "sidecar", "log", "show", "verify", "dashboard", "report", "gc", "keygen")
 _COMMANDS = (*_CHAIN_COMMANDS, "member", "fleet", "members", "rollouts", "plan", "top", "diff", "apply", "inspect")
 
 

@@ -25,6 +25,7 @@ LAYERS = [
     {"relay"},
     {"fleet"},
     {"planning"},
+    {"dashboard"},
     {"engines"},
     {"trainers"},
     {"rl"},

@@ -11,13 +11,13 @@ from ..errors import (
     RollbackDetected,
     VersionUnknown,
 )
-from ..format.records.canonical import MAX_INTEGER
 from ..format.records.record_parts import CommitRef, Limits
 from ..format.records.run_records import Epoch, check_same_run
 from ..format.records.signing import check_signature
 from ..format.records.version_records import Commit
 from ..store import keys
 from ..store.base import Store
+from .newest_slot import newest_filled
 from .record_reader import RecordReader
 from .uptime import uptime
 from .version import Version
@@ -266,7 +266,7 @@ class ChainLog(RecordReader):
 
     def _starting_point(self, known: CommitRef | None) -> int | None:
         """Return the highest slot that is known to be filled, or None if there is none."""
-        hint = self._hint()
+        hint = self.hint()
         start = -1 if known is None else known.seq
         if hint is not None and hint > start and self.read(hint) is not None:
             return hint
@@ -274,13 +274,7 @@ class ChainLog(RecordReader):
 
     def _gallop(self, start: int) -> Commit:
         """Return the commit in the highest filled slot. `start` is a filled slot, and slots are filled without gaps."""
-        filled, stride = start, 1
-        while filled + stride <= MAX_INTEGER and self.read(filled + stride) is not None:
-            filled, stride = filled + stride, 2 * stride
-        empty = filled + stride
-        while empty - filled > 1:
-            middle = (filled + empty) // 2
-            filled, empty = (middle, empty) if self.read(middle) is not None else (filled, middle)
+        filled = newest_filled(start, lambda seq: self.read(seq) is not None)
         head = self.read(filled)
         assert head is not None
         return head

@@ -214,7 +214,8 @@ class RecordReader:
         data = self._get(keys.commit_key(seq))
         return None if data is None else record_hash(data)
 
-    def _hint(self) -> int | None:
+    def hint(self) -> int | None:
+        """Return the number of the newest commit that the writer's hint names. None if there is none. Nobody should trust it."""
         try:
             data = self._get(keys.HEAD)
             return None if data is None else Head.parse(data).seq

@@ -52,7 +52,7 @@ def read_reports(store: Store, run: Run) -> list[Report]:
         if reader is None:
             continue
         try:
-            report = _parse(store.get(info.key, limit=MAX_RECORD_BYTES), run)
+            report = parse_report(store.get(info.key, limit=MAX_RECORD_BYTES), run)
         except (ObjectMissing, CorruptRecord, UnsupportedVersion, LimitExceeded):
             continue
         if report.reader == reader:
@@ -60,7 +60,8 @@ def read_reports(store: Store, run: Run) -> list[Report]:
     return found
 
 
-def _parse(data: bytes, run: Run) -> Report:
+def parse_report(data: bytes, run: Run) -> Report:
+    """Return the report with these bytes. Raises `CorruptRecord` for any other."""
     fields = Fields.parse(data, "report")
     if fields.text("id") != run.id:
         fields.refuse("it is of another run")

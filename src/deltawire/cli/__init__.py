@@ -24,6 +24,7 @@ from .. import __version__
 from .commands import (
     apply,
     canary,
+    dashboard,
     diff,
     fleet,
     follow,
@@ -37,6 +38,7 @@ from .commands import (
     publish,
     pull,
     relay,
+    report,
     rollouts,
     show,
     sidecar,
@@ -74,6 +76,8 @@ app.command("canary", cls=PlainCommand, rich_help_panel=_CHAINS)(canary.canary)
 app.command("log", cls=PlainCommand, rich_help_panel=_CHAINS)(log.log)
 app.command("show", cls=PlainCommand, rich_help_panel=_CHAINS)(show.show)
 app.command("verify", cls=PlainCommand, rich_help_panel=_CHAINS)(verify.verify)
+app.command("dashboard", cls=PlainCommand, rich_help_panel=_CHAINS)(dashboard.dashboard)
+app.command("report", cls=PlainCommand, rich_help_panel=_CHAINS)(report.report)
 app.command("gc", cls=PlainCommand, rich_help_panel=_CHAINS)(gc.gc)
 app.command("keygen", cls=PlainCommand, rich_help_panel=_CHAINS)(keygen.keygen)
 app.command("member", cls=PlainCommand, rich_help_panel=_FLEET)(member.member)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..chain.attachments import changed_names
 from ..chain.find import find_version, version_number
+from ..chain.standing import abandoned_among, void_among
 
 if TYPE_CHECKING:
     from ..chain.log import ChainLog
@@ -156,33 +157,6 @@ def _lowest_seq(log: ChainLog, head: Commit, count: int, by_commits: bool) -> in
         return max(head.seq - count, 0)
     in_force = log.in_force(head)
     return 0 if in_force.updates <= count else find_version(log, in_force.updates - count).seq
-
-
-def void_among(commits: Sequence[Commit]) -> set[int]:
-    """Return the seqs of void commits among the newest commits of a chain.
-
-    A commit is void if its epoch is lower than that of a commit before it, or if a later delta or fence has a base before it: these build
-    on the newest commit that is not void.
-    """
-    void = set()
-    epoch = 0
-    for commit in commits:
-        if commit.epoch < epoch:
-            void.add(commit.seq)
-            continue
-        epoch = commit.epoch
-        if commit.kind in ("delta", "fence") and commit.base is not None:
-            void.update(range(max(commit.base.seq + 1, commits[0].seq), commit.seq))
-    return void
-
-
-def abandoned_among(commits: Sequence[Commit]) -> set[int]:
-    """Return the seqs of versions that a later rewind has abandoned."""
-    abandoned: set[int] = set()
-    for commit in commits:
-        if commit.kind == "rewind" and commit.base is not None:
-            abandoned.update(range(max(commit.base.seq + 1, commits[0].seq), commit.seq))
-    return {commit.seq for commit in commits if commit.seq in abandoned and commit.kind != "fence"}
 
 
 def _read_down(log: ChainLog, head: Commit, lowest: int) -> list[Commit]:

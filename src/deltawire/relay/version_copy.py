@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ..chain.fetch import Fetcher, WasCollected
 from ..chain.log import ChainLog
+from ..chain.newest_slot import newest_filled
 from ..chain.restore import FAR, Hop, find_route
 from ..chain.routes import was_collected
 from ..errors import (
@@ -30,7 +31,6 @@ from ..errors import (
     VersionGone,
 )
 from ..events import OnEvent, emit
-from ..format.records.canonical import MAX_INTEGER
 from ..format.records.record_parts import FileEntry
 from ..format.records.relay_records import CopyRecord
 from ..format.records.run_records import Epoch, Head, check_same_run
@@ -212,14 +212,7 @@ class VersionCopy:
                 hint = -1
             if hint >= 0 and not self._is_filled(hint):
                 hint = -1
-        filled, stride = hint, 1
-        while filled + stride <= MAX_INTEGER and self._is_filled(filled + stride):
-            filled, stride = filled + stride, 2 * stride
-        empty = filled + stride
-        while empty - filled > 1:
-            middle = (filled + empty) // 2
-            filled, empty = (middle, empty) if self._is_filled(middle) else (filled, middle)
-        return filled
+        return newest_filled(hint, self._is_filled)
 
     def _is_filled(self, seq: int) -> bool:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..engines.prompts import Prompts
@@ -12,6 +12,7 @@ from .batches import TrainingBatch
 from .mismatch import Mismatch
 
 _SHOWN = 1000
+_PUBLISHED = ("reward", "reward_std", "loss", "entropy", "mismatch_kl", "lag", "tokens")
 
 
 def step_metrics(batch: TrainingBatch) -> dict[str, float | None]:
@@ -41,6 +42,12 @@ def mismatch_metrics(mismatch: Mismatch | None) -> dict[str, float]:
         "sampling/sampling_logp_difference/max": mismatch.logp_difference_max,
         **{f"mismatch/{name}": mismatch.fields[name] for name in ("ratio_min", "ratio_mean", "ratio_max", "ess")},
     }
+
+
+def published_metrics(facts: Mapping[str, float | None]) -> dict[str, str]:
+    """Return the metrics that are published with a step's version as its `meta`, so that everybody who reads the store can draw them."""
+    found = ((name, facts.get(name)) for name in _PUBLISHED)
+    return {name: repr(float(value)) for name, value in found if value is not None and math.isfinite(value)}
 
 
 def printed_completions(collected: Batch, prompts: Prompts, most: int) -> Iterator[dict[str, Any]]:

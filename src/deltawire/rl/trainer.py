@@ -37,7 +37,7 @@ from ..quantise import Recipe
 from ..store import Store, open_store
 from ..trainers import WeightSource
 from .checkpoints import TrainerCheckpoints
-from .metrics import mismatch_metrics, printed_completions, step_metrics
+from .metrics import mismatch_metrics, printed_completions, published_metrics, step_metrics
 from .mismatch import TokenMismatch, mismatch_groups
 from .mismatch_alarm import MismatchAlarm
 from .preflight import check_rows, files_with_tokenizer, read_files, training_limits
@@ -340,7 +340,7 @@ class GrpoTrainer:
             self._tell_mismatch(updated.tokens, batch.members)
         with self._progress:
             self._settle()  # only one version is in flight, so that none is superseded
-            self._in_flight = _InFlight(self._publish(), time.monotonic(), facts)
+            self._in_flight = _InFlight(self._publish(published_metrics(facts)), time.monotonic(), facts)
         for one in printed_completions(collected, self._prompts, self.settings.num_completions_to_print):
             emit(self._on_event, "completion", step=self.step, **one)
         if self._evaluate is not None and self.step % self.settings.eval_steps == 0:
@@ -386,8 +386,8 @@ class GrpoTrainer:
                 publish_seconds=time.monotonic() - in_flight.since,
             )
 
-    def _publish(self) -> PendingVersion:
-        pending = self._source.publish(self._publisher, step=self.step)
+    def _publish(self, meta: Mapping[str, str] | None = None) -> PendingVersion:
+        pending = self._source.publish(self._publisher, step=self.step, meta=meta)
         assert isinstance(pending, PendingVersion)
         return pending
 

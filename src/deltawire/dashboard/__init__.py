@@ -1,0 +1,21 @@
+"""A page that shows a run from its store alone: live in a browser (`deltawire dashboard`), or as one file (`deltawire report`).
+
+read_only        a store that counts what is read and refuses to write
+chain_scan       reads the newest commits, and samples of all others
+fleet_scan       reads heartbeats, rounds, leases and acknowledgements, a few in each look
+readers_scan     reads pins, reports, relays and marks
+version_details  compares a version with the one before it, tensor by tensor
+faults           lists what is wrong. Pure
+observer         looks at the store again and again, and keeps the sections of the page
+single_file      writes the page with its data as one file
+server           serves the page to browsers of this machine
+page/            HTML, CSS and JavaScript, which a browser loads as they are
+
+Everything in a store is hostile until it is checked. What is read in a look, kept in memory and sent to a browser has a limit, however long
+the chain is and however many members there are. Nothing here writes to the store.
+"""
+
+from .observer import Observer, ObserverOptions
+from .single_file import write_report
+
+__all__ = ["Observer", "ObserverOptions", "write_report"]

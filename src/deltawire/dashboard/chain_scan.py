@@ -1,0 +1,270 @@
+"""Reads a chain for the page: the newest commits, and samples of all others, with a bounded number of requests in each look.
+
+Commits that cannot be read or do not fit are entries like all others, with the reason. Only errors of the store itself are raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from ..chain.log import ChainLog
+from ..chain.newest_slot import newest_filled
+from ..chain.standing import abandoned_among, void_among
+from ..errors import DeltawireError, ObjectMissing, StoreError
+from ..format.records.version_records import Commit
+from ..store import keys
+from .plain_values import number_in, short
+
+WINDOW = 240
+"""The number of newest commits that are all read."""
+SAMPLES = 256
+"""The most samples of older commits. They are a power of two apart, so that each links to the one before."""
+_MOST_SHORTCUTS = 2000
+_AT_ONCE = 32
+_CHECKED_FILES = 16
+_LATE_SHORTCUTS = 64
+"""Shortcuts are made after their versions, but not this many versions after them."""
+_RECHECK_LOOKS = 15
+_METRICS = ("reward", "reward_std", "mismatch_kl", "loss", "lag", "entropy", "tokens")
+"""Strings of `meta` that the page shows as numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A commit, or the reason why there is none that can be shown."""
+
+    seq: int
+    commit: Commit | None
+    hash: str
+    problem: str | None
+
+
+class ChainScan:
+    """Keeps the newest commits of a chain and samples of the others.
+
+    Parameters
+    ----------
+    log
+        The chain.
+    window
+        The number of newest commits to keep.
+    """
+
+    def __init__(self, log: ChainLog, *, window: int = WINDOW) -> None:
+        self._log = log
+        self._window = window
+        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="deltawire-dashboard")
+        self._slots: dict[int, Slot] = {}
+        self._samples: dict[int, Slot] = {}
+        self._stride = 1
+        self._damage: dict[int, str] = {}
+        self._anchors: set[int] = set()
+        self._skips: set[tuple[int, int]] = set()
+        self._floor = -1
+        self._looks = 0
+        self.head: int | None = None
+        """The highest slot that is filled."""
+        self._lost: Slot | None = None
+        """The newest commit that was seen, if it is no longer in the store."""
+
+    def look(self) -> None:
+        """Read what is new. Raises errors of the store, after which it can be called again."""
+        self._looks += 1
+        if self.head is not None and self._looks % _RECHECK_LOOKS == 0 and not self._is_filled(self.head):
+            self._lost = self._slots[self.head]
+            self._forget()
+        head = self._newest_slot()
+        if head is None:
+            return
+        self._read_window(head)
+        self._read_samples(head)
+        if head != self.head or self._looks % _RECHECK_LOOKS == 1:
+            self._read_shortcuts(head)
+            self._check_newest(head)
+        self._floor = min(self._log.floor(), head)
+        self.head = head
+        if self._lost is not None and head >= self._lost.seq and self.slot(self._lost.seq).hash == self._lost.hash:
+            self._lost = None
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def slot(self, seq: int) -> Slot:
+        """Return one slot, from memory or from the store. Raises errors of the store."""
+        return self._slots.get(seq) or self._samples.get(seq) or self._read(seq)
+
+    def note_damage(self, seq: int, reason: str) -> None:
+        """Show a version as damaged, because its files could not be used."""
+        if len(self._damage) < 4 * self._window:
+            self._damage[seq] = reason
+
+    def version_of(self, seq: int | None) -> int | None:
+        """Return the number of the version at a commit that is in memory. None if it is not."""
+        slot = None if seq is None else self._slots.get(seq) or self._samples.get(seq)
+        return None if slot is None or slot.commit is None else slot.commit.updates
+
+    def newest(self) -> Commit | None:
+        """Return the newest commit in memory that left a state in force. None if there is none."""
+        for seq in sorted(self._slots, reverse=True):
+            commit = self._slots[seq].commit
+            if commit is not None and commit.state_seq is not None:
+                return commit
+        return None
+
+    def window(self) -> list[Slot]:
+        """Return the newest commits, oldest first."""
+        return [self._slots[seq] for seq in sorted(self._slots)]
+
+    def plain(self) -> dict[str, Any]:
+        """Return the chain as plain values."""
+        commits = [slot.commit for slot in self.window() if slot.commit is not None]
+        void, abandoned = void_among(commits), abandoned_among(commits)
+        newest = self.newest()
+        skips = [[seq, base] for seq, base in sorted(self._skips) if seq in self._slots]
+        return {
+            "head": self.head,
+            "version": None if newest is None else newest.updates,
+            "state_bytes": 0 if newest is None else newest.state_bytes,
+            "tensors": 0 if newest is None else newest.tensors,
+            "recipe": None if newest is None or newest.recipe is None else short(str(newest.recipe), 80),
+            "floor": self._floor,
+            "floor_version": self.version_of(self._floor),
+            "entries": [self._entry(slot, void, abandoned) for slot in self.window()],
+            "skips": skips,
+            "stride": self._stride,
+            "samples": [self._entry(slot, set(), set()) for _, slot in sorted(self._samples.items()) if slot.seq not in self._slots],
+            "set_back": self._lost is not None,
+        }
+
+    def _entry(self, slot: Slot, void: set[int], abandoned: set[int]) -> dict[str, Any]:
+        problem = slot.problem or self._damage.get(slot.seq)
+        entry: dict[str, Any] = {"seq": slot.seq, "problem": None if problem is None else short(problem, 400)}
+        commit = slot.commit
+        if commit is None:
+            return {**entry, "kind": "corrupt"}
+        flags = [
+            name
+            for name, is_set in (
+                ("void", slot.seq in void),
+                ("abandoned", slot.seq in abandoned),
+                ("collected", slot.seq <= self._floor and slot.seq not in self._anchors and commit.kind != "fence"),
+                ("anchored", slot.seq in self._anchors),
+            )
+            if is_set
+        ]
+        return {
+            **entry,
+            "version": commit.updates,
+            "kind": commit.kind,
+            "step": commit.step,
+            "epoch": commit.epoch,
+            "time": commit.time / 1000,
+            "base": None if commit.base is None else commit.base.seq,
+            "bytes": commit.stored_bytes,
+            "state_bytes": commit.state_bytes,
+            "changed": commit.changed,
+            "flags": flags,
+            "metrics": _metrics(commit.meta),
+        }
+
+    def _forget(self) -> None:
+        self._slots.clear()
+        self._samples.clear()
+        self._skips.clear()
+        self._anchors.clear()
+        self._stride, self.head = 1, None
+        self._log.forget()
+
+    def _newest_slot(self) -> int | None:
+        """Return the highest filled slot: slots are filled without gaps. Nothing is trusted except that an object exists."""
+        start = self.head
+        if start is None:
+            hint = self._log.hint()
+            start = hint if hint is not None and self._is_filled(hint) else 0 if self._is_filled(0) else None
+        if start is None:
+            return None
+        return newest_filled(start, self._is_filled)
+
+    def _is_filled(self, seq: int) -> bool:
+        try:
+            self._log.store.head(keys.commit_key(seq))
+        except ObjectMissing:
+            return False
+        return True
+
+    def _read_window(self, head: int) -> None:
+        lowest = max(0, head - self._window + 1)
+        wanted = [seq for seq in range(lowest, head + 1) if seq not in self._slots]
+        read = {slot.seq: slot for slot in self._pool.map(self._read, wanted)}
+        self._slots = {seq: slot for seq, slot in {**self._slots, **read}.items() if seq >= lowest}
+        self._check_links(self._slots)
+
+    def _read_samples(self, head: int) -> None:
+        while head // self._stride > SAMPLES:
+            self._stride *= 2
+        self._samples = {seq: slot for seq, slot in self._samples.items() if seq % self._stride == 0}
+        wanted = [seq for seq in range(0, head + 1, self._stride) if seq not in self._samples]
+        for slot in self._pool.map(lambda seq: self._slots.get(seq) or self._read(seq), wanted):
+            self._samples[slot.seq] = slot
+        self._check_links(self._samples)
+
+    def _check_links(self, slots: dict[int, Slot]) -> None:
+        """Compare each commit with the hashes of later ones, from the newest down. A commit that cannot be read vouches for none."""
+        expected: dict[int, str] = {}
+        for seq in sorted(slots, reverse=True):
+            slot = slots[seq]
+            if slot.problem is None and expected.get(seq, slot.hash) != slot.hash:
+                why = f"commit {seq} is another than the one that later commits link to."
+                slots[seq] = slot = Slot(seq, None, slot.hash, why)
+            if slot.commit is not None:
+                expected |= dict(slot.commit.links)
+                if slot.commit.parent is not None:
+                    expected[seq - 1] = slot.commit.parent
+
+    def _read(self, seq: int) -> Slot:
+        try:
+            commit = self._log.read(seq)
+            if commit is None:
+                return Slot(seq, None, "", f"commit {seq} is missing, although a later one exists.")
+            return Slot(seq, commit, self._log.hash(seq), None)
+        except StoreError:
+            raise
+        except DeltawireError as error:
+            return Slot(seq, None, "", str(error))
+
+    def _read_shortcuts(self, head: int) -> None:
+        """List the shortcuts to the newest commits. In most looks only the last of them are listed, because collection deletes few."""
+        lowest = min(self._slots, default=0)
+        after = lowest - 1 if self._looks % _RECHECK_LOOKS == 1 else max(lowest, head - _LATE_SHORTCUTS) - 1
+        store = self._log.store
+        anchors = islice(store.list(keys.ANCHORS, after=keys.anchor_key(after) if after >= 0 else None), _MOST_SHORTCUTS)
+        skips = islice(store.list(keys.SKIPS, after=keys.skip_key(after, 10**20 - 1) if after >= 0 else None), _MOST_SHORTCUTS)
+        found_anchors = {seq for info in anchors if (seq := keys.parse_anchor_key(info.key)) is not None}
+        found_skips = {pair for info in skips if (pair := keys.parse_skip_key(info.key)) is not None}
+        self._anchors = {seq for seq in self._anchors if lowest <= seq <= after} | found_anchors
+        self._skips = {pair for pair in self._skips if lowest <= pair[0] <= after} | found_skips
+
+    def _check_newest(self, head: int) -> None:
+        """Look up the first files of the newest version, which every reader needs now."""
+        slot = self._slots.get(head)
+        if slot is None or slot.commit is None:
+            return
+        for entry in slot.commit.named_objects[:_CHECKED_FILES]:
+            try:
+                size = self._log.store.head(entry.key).size
+                reason = None if size == entry.size else f"{entry.key} has {size:,} bytes, but its commit says {entry.size:,}."
+            except ObjectMissing:
+                reason = f"{entry.key} is missing."
+            if reason is not None:
+                self.note_damage(head, reason)
+
+
+def _metrics(meta: Mapping[str, str]) -> dict[str, float]:
+    """Return the numbers in a commit's strings that the page can draw. Anybody may have written them."""
+    found = {name: number_in(meta.get(name)) for name in _METRICS}
+    return {name: number for name, number in found.items() if number is not None}

@@ -1,0 +1,106 @@
+"""Writes the page with its data as one file, which needs neither a server nor a network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..errors import DeltawireError
+from .observer import Observer
+from .page_files import DOCUMENT, SCRIPTS, STYLE, page_file
+
+_MOST_DETAIL_BYTES = 16 << 20
+"""The details of versions in one file take at most this many bytes."""
+
+
+def write_report(observer: Observer, path: Path | str, *, details: int = 8) -> int:
+    """Write what an observer has seen to one HTML file. Return the number of its bytes.
+
+    An existing file is replaced only when the new one is complete.
+
+    Parameters
+    ----------
+    observer
+        What to write. Call `look` first.
+    path
+        The file.
+    details
+        The number of newest versions whose details the file holds.
+    """
+    text = report_text(observer, details=details).encode()
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, staged = tempfile.mkstemp(prefix=".report-", suffix=".html", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text)
+        Path(staged).chmod(0o644)
+        os.replace(staged, target)
+    except BaseException:
+        Path(staged).unlink(missing_ok=True)
+        raise
+    return len(text)
+
+
+def report_text(observer: Observer, *, details: int = 8) -> str:
+    """Return the page with its data as one HTML document.
+
+    Parameters
+    ----------
+    observer
+        What to write.
+    details
+        The number of newest versions whose details the document holds.
+    """
+    sections = observer.sections()
+    sections["details"] = _details(observer, details)
+    style, scripts = page_file(STYLE), [page_file(name) for name in SCRIPTS]
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src {' '.join(repr(_hash(script)) for script in scripts)}; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    document = page_file(DOCUMENT)
+    head, _, rest = document.partition("<!-- style -->")
+    _, _, rest = rest.partition("<!-- /style -->")
+    body, _, rest = rest.partition("<!-- scripts -->")
+    _, _, end = rest.partition("<!-- /scripts -->")
+    return "".join(
+        [
+            head,
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>',
+            body,
+            f'<script type="application/json" id="data">{_embedded(sections)}</script>\n',
+            *(f"<script>{script}</script>\n" for script in scripts),
+            end,
+        ]
+    )
+
+
+def _details(observer: Observer, count: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    size = 0
+    for seq in observer.newest_versions[:count]:
+        try:
+            details = observer.version(seq)
+        except DeltawireError as error:
+            details = {"seq": seq, "kind": "unknown", "problem": str(error)}
+        size += len(json.dumps(details))
+        if size > _MOST_DETAIL_BYTES:
+            break
+        found[str(seq)] = details
+    return found
+
+
+def _embedded(value: Any) -> str:
+    """Return JSON that cannot end the element that it stands in."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

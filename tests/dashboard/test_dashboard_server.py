@@ -1,0 +1,153 @@
+"""The server answers browsers of this machine, a bounded number at a time, and says that the page may load nothing from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from shown_run import ShownRun
+
+from deltawire.dashboard import Observer
+from deltawire.dashboard import server as server_module
+from deltawire.dashboard.page_files import SCRIPTS, STYLE
+from deltawire.dashboard.server import DashboardServer
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[ShownRun]:
+    shown = ShownRun(tmp_path / "run")
+    yield shown
+    shown.close()
+
+
+@pytest.fixture
+def served(run: ShownRun) -> Iterator[DashboardServer]:
+    with Observer(run.store) as observer:
+        observer.look()
+        server = DashboardServer(observer, names=["gpu-box"])
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.close()
+        thread.join()
+
+
+def ask(server: DashboardServer, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+    try:
+        connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+    finally:
+        connection.close()
+
+
+def test_every_file_of_the_page_is_served_with_a_strict_policy(served: DashboardServer) -> None:
+    for path in ("/", *(f"/page/{name}" for name in (STYLE, *SCRIPTS)), "/api/sections"):
+        status, headers, body = ask(served, path)
+        assert (status, bool(body)) == (200, True)
+        assert headers["Content-Security-Policy"].startswith("default-src 'none'; script-src 'self'")
+        assert "unsafe" not in headers["Content-Security-Policy"]
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert "Access-Control-Allow-Origin" not in headers
+
+
+def test_the_page_names_every_script_once_and_no_other_host(served: DashboardServer) -> None:
+    text = ask(served, "/")[2].decode()
+    assert [text.count(f'src="page/{name}"') for name in SCRIPTS] == [1] * len(SCRIPTS)
+    for path in ("/", *(f"/page/{name}" for name in (STYLE, *SCRIPTS))):
+        assert "http" not in ask(served, path)[2].decode().replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "a b", "[::1", "localhost.evil"])
+def test_other_names_are_refused(served: DashboardServer, host: str) -> None:
+    assert ask(served, "/api/sections", Host=host)[0] == 421
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:9999", "127.0.0.1:80", "[::1]:8000", "192.168.0.7", "GPU-box:7700"])
+def test_addresses_and_given_names_are_accepted(served: DashboardServer, host: str) -> None:
+    assert ask(served, "/api/sections", Host=host)[0] == 200
+
+
+def test_other_websites_cannot_start_requests(served: DashboardServer) -> None:
+    assert ask(served, "/api/version?seq=1", Sec_Fetch_Site="cross-site")[0] == 403
+    assert ask(served, "/", Sec_Fetch_Site="cross-site")[0] == 200, "a link to the page works"
+
+
+@pytest.mark.parametrize("path", ["/page/../server.py", "/page/index.html", "/api", "/page/", "/%2e%2e/x", "/page/no.js"])
+def test_there_are_no_other_pages(served: DashboardServer, path: str) -> None:
+    assert ask(served, path)[0] == 404
+
+
+@pytest.mark.parametrize("seq", ["", "-1", "x", "1e5", "9" * 25, "１"])
+def test_a_version_is_named_by_a_number(served: DashboardServer, seq: str) -> None:
+    assert ask(served, f"/api/version?seq={quote(seq)}")[0] == 400
+
+
+def test_details_come_from_the_observer(served: DashboardServer, run: ShownRun) -> None:
+    run.publish()
+    status, _, body = ask(served, f"/api/version?seq={run.seqs[-1]}")
+    assert status == 200
+    assert json.loads(body) == served.observer.version(run.seqs[-1])
+    assert json.loads(ask(served, "/api/version?seq=99999")[2])["kind"] == "corrupt"
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_nothing_but_get_is_answered(served: DashboardServer, method: str) -> None:
+    assert ask(served, "/", method)[0] == 501
+
+
+def events(stream: Any, count: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    name = ""
+    while len(found) < count:
+        line = stream.readline().decode().rstrip("\n")
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            found[name] = json.loads(line.removeprefix("data: "))
+    return found
+
+
+def test_changes_are_sent_as_they_are_seen(served: DashboardServer, run: ShownRun) -> None:
+    connection = HTTPConnection("127.0.0.1", served.server_address[1], timeout=30)
+    connection.request("GET", "/api/live")
+    stream = connection.getresponse()
+    assert stream.headers["Content-Type"] == "text/event-stream"
+    assert events(stream, 6)["chain"]["version"] == 1
+    run.publish()
+    served.observer.look()
+    assert events(stream, 2)["chain"]["version"] == 2
+    connection.close()
+
+
+def test_connections_beyond_the_limit_are_refused_and_free_ones_are_used_again(run: ShownRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MOST_CONNECTIONS", 2)
+    with Observer(run.store) as observer:
+        observer.look()
+        server = DashboardServer(observer)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            held = []
+            for _ in range(2):
+                one = socket.create_connection(server.server_address[:2], timeout=30)
+                one.sendall(b"GET /api/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert one.recv(8) == b"HTTP/1.1"
+                held.append(one)
+            assert ask(server, "/")[0] == 503
+            server.close()  # ends the streams
+            for one in held:
+                while one.recv(1 << 16):
+                    pass
+                one.close()
+        finally:
+            server.close()
+            thread.join()
