@@ -14,6 +14,7 @@ import codec_memory
 import codec_size
 import codec_speed
 import cut_through
+import dashboard_scale
 import fleet_coordination
 import fleet_links
 import fsdp_publish
@@ -56,6 +57,7 @@ NAMES = [
     "engine-models",
     "fleet",
     "fleet-links",
+    "dashboard",
     "routing",
     "rl-async",
     "rl-shares",
@@ -102,6 +104,7 @@ def main() -> int:
         "engine-models": lambda: _engine_models(quick),
         "fleet": lambda: fleet_coordination.measure((1, 8) if quick else (1, 8, 64, 512)),
         "fleet-links": lambda: fleet_links.measure(4, 1) if quick else fleet_links.measure(),
+        "dashboard": lambda: dashboard_scale.measure(((50, 2), (500, 8)) if quick else ((100, 4), (10_000, 64), (100_000, 512))),
         "routing": lambda: routing_size.measure(2, 2) if quick else routing_size.measure(),
         "rl-async": lambda: rl_async.measure_modes(8, 5) if quick else rl_async.measure_modes(45, 30),
         "rl-shares": lambda: rl_async.measure_shares(12 if quick else 45),

@@ -17,6 +17,7 @@ function draw(names) {
     try { call(page.data); } catch (error) { console.error(call.name, error); }
   }
   document.documentElement.dataset.drawn = String((page.number += 1));
+  if (page.data.chain.entries.length && !performance.getEntriesByName("all-drawn").length) performance.mark("all-drawn");
 }
 
 function drawStatus(data) {

@@ -63,7 +63,7 @@ function drawLag(data) {
 
 const PHASES = [["latency", "s5", "latency of the link"], ["transfer", "s0", "transfer, from bytes and goodput"], ["rest", "s1", "waiting, decoding, swap"]];
 
-/** What a heartbeat tells about updates, in seconds. */
+/** The facts that a heartbeat tells about updates, in seconds. */
 function phasesOf(one, bytes) {
   if (!finite(one.behind_ms)) return null;
   const total = one.behind_ms / 1000, latency = Math.min(total, (one.latency_ms || 0) / 1000);

@@ -1,5 +1,5 @@
 "use strict";
-// What the trainer wrote into its versions: rewards, mismatch, and how many weights changed.
+// The numbers that the trainer wrote into its versions: rewards, mismatch, and how many weights changed.
 
 function metricPoints(data, name) {
   const found = new Map();
