@@ -88,7 +88,8 @@ def measure(sizes: tuple[tuple[int, int], ...]) -> Table:
         )
     table.notes.append(
         "The first look and the memory are those of the command, from its start; memory is the most that it had. "
-        "Paint is counted from the request for the page, in a headless Chromium. All commits: what a page would read that reads all of them."
+        "Paint is counted from the request for the page, in a headless Chromium. "
+        "All commits: the bytes that a page would read that reads all of them."
     )
     last = found[-1]
     table.check("a look at the longest chain reads at most 1/20 of its commits", 20 * last.read_bytes <= last.chain_bytes)
