@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,9 +33,10 @@ from deltawire.format.routing import RecordedExperts, RoutingLayout
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.rl import member as rl_member
 from deltawire.rl.member import MemberOptions, RewardScorer, parse_engine
-from deltawire.store import Store, StoreOptions
+from deltawire.store import Store, StoreOptions, fleet_keys
 from deltawire.store.fleet_keys import member_key
 from deltawire.store.memory import MemoryStore
+from deltawire.store.wrapped import WrappedStore
 
 NONCE = "0" * 32
 
@@ -229,6 +231,82 @@ def test_a_member_works_until_the_run_is_over(store: Store, engine: FakeGenerato
     assert not thread.is_alive()
     assert [one.completions[0].rewards for one in batch.rollouts] == [(1.0,), (2.0,)]
     assert [event.name for event in events if event.name in ("joined", "left")] == ["joined", "left"]
+
+
+class FourAtOnce(FakeGenerator):
+    """Begins four tasks at the same time. One of them fails, and the others wait until they are told to stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all_here = threading.Barrier(4)
+        self.stopped: list[bool] = []
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, stop: Any = None) -> list[Generated]:
+        if self.all_here.wait(300) == 0:
+            raise RuntimeError("out of memory")
+        while not stop():
+            time.sleep(0.001)
+        self.stopped.append(True)
+        raise Interrupted
+
+
+def test_an_engine_that_fails_in_one_of_four_threads_ends_the_member_and_frees_its_tasks(store: Store) -> None:
+    publisher, engine = Publisher(store), FourAtOnce()
+    engine.version = publish(publisher, 0)
+    member = Member(store, engine, RewardScorer([reward]), name="m", tasks=4, poll=0.01, grace=300)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            member.run(threading.Event())
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    with Coordinator(store, epoch=publisher.epoch, options=FleetOptions(poll_seconds=0.01)) as fleet:
+        fleet.open_round([[{"prompt": "a", "answer": number}] for number in range(6)], for_step=1, sampling=Sampling(1, 4))
+        thread.start()
+        thread.join(300)
+    assert not thread.is_alive()
+    assert [str(error) for error in errors] == ["out of memory"]
+    assert engine.stopped == [True] * 3
+    beat = Heartbeat.parse(store.get(member_key("m"), limit=10_000))
+    assert (beat.state, beat.working, beat.reason) == ("left", (), "RuntimeError: out of memory")
+    assert not list(store.list(fleet_keys.ROLLOUTS))
+
+
+class SilentStore(WrappedStore):
+    """Does not answer the creation of a lease until it is told to."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.is_asked, self.may_answer, self.has_answered = threading.Event(), threading.Event(), threading.Event()
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        self.is_asked.set()
+        self.may_answer.wait(300)
+        super().put_if_absent(key, data)
+        self.has_answered.set()
+
+
+def test_a_member_that_leaves_while_it_claims_a_task_begins_nothing_whenever_the_store_answers(store: Store, engine: FakeGenerator) -> None:
+    publisher, silent, stop = Publisher(store), SilentStore(store), threading.Event()
+    engine.version = publish(publisher, 0)
+    member = Member(silent, engine, RewardScorer([reward]), name="m", poll=0.01, grace=0.0)
+    thread = threading.Thread(target=member.run, args=(stop,))
+    with Coordinator(store, epoch=publisher.epoch, options=FleetOptions(poll_seconds=0.01)) as fleet:
+        fleet.open_round([[{"prompt": "a", "answer": 1}]], for_step=1, sampling=Sampling(1, 4))
+        thread.start()
+        assert silent.is_asked.wait(300)
+        stop.set()
+        thread.join(300)
+        assert not thread.is_alive()
+        silent.may_answer.set()
+        assert silent.has_answered.wait(300)
+    for each in threading.enumerate():
+        if each.name.startswith("deltawire-member-"):
+            each.join(300)
+    assert not list(store.list(fleet_keys.ROLLOUTS))
 
 
 def test_a_heartbeat_soon_names_a_change_of_what_a_member_works_on(

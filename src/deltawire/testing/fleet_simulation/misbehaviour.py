@@ -11,7 +11,7 @@ import numpy as np
 from blake3 import blake3
 
 from ...format.digest import Digest
-from ...format.records.fleet_parts import AttemptId
+from ...format.records.fleet_parts import MOST_ATTEMPTS, AttemptId
 from ...format.records.member_records import Heartbeat, Lease, LinkReport
 from ...format.rollouts import ClaimedVersion, Rollouts, TokenSpan
 from ...store import fleet_keys
@@ -93,7 +93,7 @@ class Misbehaviour:
     def _duplicate(self, rollouts: Rollouts, key: RolloutKey) -> Sent:
         """Send the result twice, a changed one for the same lease, and the first one again as a result of the next attempt."""
         changed = tuple(replace(one, tokens=(one.tokens + 1) % np.int32(2**31 - 1)) for one in rollouts.completions)
-        later = key.attempt + 1
+        later = (key.attempt + 1) % MOST_ATTEMPTS
         elsewhere = rollouts.to_bytes()
         later_key = fleet_keys.rollout_key(RolloutKey(key.round, key.task, later, blake3(elsewhere).hexdigest()))
         return [
