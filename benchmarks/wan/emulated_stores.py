@@ -11,7 +11,7 @@ from deltawire.store import Store
 from deltawire.store.base import Buffer, ObjectInfo, Progress
 from deltawire.store.wrapped import WrappedStore
 
-_UPLOADS = 32
+UPLOADS = 32
 
 
 class TrainersStore(WrappedStore):
@@ -37,7 +37,7 @@ class TrainersStore(WrappedStore):
     def release(self) -> None:
         """Store the oldest version that is held: its files at the same time, and then its commit."""
         files, key, commit = self._versions.popleft()
-        with ThreadPoolExecutor(_UPLOADS) as pool:
+        with ThreadPoolExecutor(UPLOADS) as pool:
             list(pool.map(lambda file: self.inner.put(file[0], file[1], size=len(file[1])), files))
         self.inner.put_if_absent(key, commit)
 

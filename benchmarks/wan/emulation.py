@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -158,8 +157,14 @@ class Emulation:
             if not member.ask(_SECONDS, do="equals", block=self.block)["equal"]:
                 raise RuntimeError(f"{member.name} has other weights than the trainer.")
 
-    def send(self, method: str, *, copies: int, size: int | None = None, decodes: bool = True) -> Transfer:
-        """Send full weights ("full"), XOR deltas ("xor") or other objects ("objects") to all regions. They are in the origin already.
+    def codecs(self) -> dict[str, float]:
+        """Return the seconds in which the trainer's cores encode and decode one block, by each method."""
+        return self.trainer.ask(_SECONDS, do="codecs")
+
+    def send(self, method: str, *, copies: int, size: int | None = None, decodes: bool = True, repeats: int = 1) -> list[Transfer]:
+        """Send full weights ("full"), XOR deltas ("xor") or other objects ("objects") to all regions, and return each of the transfers.
+
+        The trainer stores them first. That time, and the time of encoding, are phases of the transfers.
 
         Parameters
         ----------
@@ -171,20 +176,31 @@ class Emulation:
             The bytes of each of the other objects.
         decodes
             Whether regions decode XOR deltas.
+        repeats
+            How often the same is sent, over the same connections.
         """
-        made = self.trainer.ask(_SECONDS, do=method, **({} if size is None else {"size": size}))
+        made = self.trainer.ask(_SECONDS, do=method, **({"copies": copies} if size is None else {"size": size}))
         fetch = method if decodes else "objects"
         before = self._received()
-        begin = time.monotonic()
         for member in self.members:
             url = self.origin.url("plain")
-            member.tell(do=fetch, url=url, key=made["key"], size=made["size"], times=copies, store={})
+            member.tell(do=fetch, url=url, key=made["key"], size=made["size"], times=copies, repeats=repeats, store={})
         heard = [member.hear(_SECONDS) for member in self.members]
-        arrivals = [
-            Arrival(region, said["end"], now - then, phases={"decode_seconds": said.get("decode", 0.0)})
-            for region, said, now, then in zip(self.network.regions, heard, self._received(), before, strict=True)
+        received = [(now - then) / repeats for now, then in zip(self._received(), before, strict=True)]
+        phases = {"encode_seconds": made.get("encode", 0.0), "upload_seconds": made.get("upload", 0.0)}
+        return [
+            Transfer(
+                0.0,
+                0.0,
+                made["size"] * copies,
+                [
+                    Arrival(region, said["seconds"][repeat], round(link), phases={"decode_seconds": said["decode"]})
+                    for region, said, link in zip(self.network.regions, heard, received, strict=True)
+                ],
+                phases,
+            )
+            for repeat in range(repeats)
         ]
-        return Transfer(begin, begin, made["size"] * copies, arrivals, {"encode_seconds": made.get("encode", 0.0) * copies})
 
     def _last_of(self, member: Talker) -> dict[str, Any]:
         """Wait for all readers of a region, and return the message of the last one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .generation import Loop, ideal, replay
@@ -20,18 +20,20 @@ TRAINING_SHARE = 0.5
 _REPLAYED = 20
 
 _GPU_WEIGHTS = 8.2e9
-_GPU_ENCODE, _GPU_DECODE, _GPU_SWAP = 0.081, 0.025, 0.0051 + 0.0047
-"""Seconds of an H200 for so many weights (docs/gpu-measurements.md): to a delta file, to a patch, and to write and digest all weights."""
+_GPU_SWAP = 0.0051 + 0.0047
+"""Seconds in which an H200 writes so many weights and digests them (docs/gpu-measurements.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Seconds that are added to measured times, because this machine did not do the work.
+    """Seconds of work that overlaps with transfers, and was not done while they were measured.
 
     Parameters
     ----------
-    encode, decode, swap
-        The seconds of encoding a version, of decoding it, and of writing it to the weights.
+    encode, decode
+        The seconds of encoding a version, beside its upload, and of decoding it, beside its fetch.
+    swap
+        The seconds of writing it to the weights.
     """
 
     encode: float = 0.0
@@ -39,10 +41,22 @@ class Codec:
     swap: float = 0.0
 
     @classmethod
-    def of_gpu(cls, weights: float) -> Codec:
-        """Return the times of a GPU for this many weights."""
-        share = weights / _GPU_WEIGHTS
-        return cls(share * _GPU_ENCODE, share * _GPU_DECODE, share * _GPU_SWAP)
+    def measured(cls, block: Mapping[str, float], copies: int, weights: float, method: str) -> Codec:
+        """Return the times for a model of so many blocks, from those of one block. The weights are on a GPU, which writes them.
+
+        Parameters
+        ----------
+        block
+            The seconds of one block (`Trainer.codecs`).
+        copies
+            The number of blocks.
+        weights
+            The number of weights.
+        method
+            The method.
+        """
+        prefix = {XOR: "xor_", DELTAWIRE: ""}[method]
+        return cls(copies * block[f"{prefix}encode"], copies * block[f"{prefix}decode"], weights / _GPU_WEIGHTS * _GPU_SWAP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ It reads lines of JSON. While it follows a run, it writes a line for each versio
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -25,6 +26,7 @@ import deltawire
 from deltawire.chain.log import ChainLog
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.version import Version
+from deltawire.errors import LimitExceeded
 from deltawire.events import Event
 from deltawire.relay import Relay
 from deltawire.store import Store, StoreOptions, open_store
@@ -109,38 +111,58 @@ class Member:
         """Tell whether the weights are those of another process, bit for bit."""
         return {"equal": self._block.equals(Path(block))}
 
-    def full(self, url: str, key: str, size: int, times: int, store: dict[str, Any]) -> dict[str, Any]:
+    def full(self, url: str, key: str, size: int, times: int, repeats: int, store: dict[str, Any]) -> dict[str, Any]:
         """Fetch an object this many times, two of them at a time, as the blocks of a model. They are not decoded, and not checked."""
-        begin = time.monotonic()
         buffers = [memoryview(bytearray(size)) for _ in range(2)]
-        with open_store(url, options=StoreOptions(allow_http=True, **store)) as origin, ThreadPoolExecutor(2) as pool:
-            for _ in pool.map(lambda number: origin.read_into(key, buffers[number % 2]), range(times)):
-                pass
-        return {"begin": begin, "end": time.monotonic(), "bytes": size * times}
+        return self._fetch(url, key, times, repeats, store, 2, lambda origin, number: origin.read_into(key, buffers[number % 2]))
 
-    def xor(self, url: str, key: str, size: int, times: int, store: dict[str, Any]) -> dict[str, Any]:
+    def xor(self, url: str, key: str, size: int, times: int, repeats: int, store: dict[str, Any]) -> dict[str, Any]:
         """Fetch an XOR delta this many times, and apply it to a block each time."""
-        begin = time.monotonic()
-        decoding = 0.0
 
-        def fetch(_: int) -> bytes:
+        def fetch(origin: Store, _: int) -> bytes:
             buffer = bytearray(size)
             origin.read_into(key, memoryview(buffer))
             return bytes(buffer)
 
-        with open_store(url, options=StoreOptions(allow_http=True, **store)) as origin, ThreadPoolExecutor(_FETCHES) as pool:
-            for delta in pool.map(fetch, range(times)):
-                start = time.monotonic()
-                DenseXor().apply(self._scratch.weights.view(np.uint16), delta)
-                decoding += time.monotonic() - start
-        return {"begin": begin, "end": time.monotonic(), "bytes": size * times, "decode": decoding}
+        def apply(delta: bytes) -> None:
+            DenseXor().apply(self._scratch.weights.view(np.uint16), delta)
 
-    def objects(self, url: str, key: str, size: int, times: int, store: dict[str, Any]) -> dict[str, Any]:
+        return self._fetch(url, key, times, repeats, store, _FETCHES, fetch, apply)
+
+    def objects(self, url: str, key: str, size: int, times: int, repeats: int, store: dict[str, Any]) -> dict[str, Any]:
         """Fetch an object this many times, and do nothing with it."""
-        begin = time.monotonic()
-        with open_store(url, options=StoreOptions(allow_http=True, **store)) as origin, ThreadPoolExecutor(_MOST_FETCHES) as pool:
-            list(pool.map(lambda _: origin.read_into(key, memoryview(bytearray(size))), range(times)))
-        return {"begin": begin, "end": time.monotonic(), "bytes": size * times}
+        return self._fetch(
+            url, key, times, repeats, store, _MOST_FETCHES, lambda origin, _: origin.read_into(key, memoryview(bytearray(size)))
+        )
+
+    def _fetch(
+        self,
+        url: str,
+        key: str,
+        times: int,
+        repeats: int,
+        store: dict[str, Any],
+        at_once: int,
+        fetch: Callable[[Store, int], Any],
+        use: Callable[[Any], None] = lambda _: None,
+    ) -> dict[str, Any]:
+        """Fetch a version in parts, again for each repeat, from one store, as a reader does that follows a run. Return the seconds of each.
+
+        Like a reader, it asks for something small first.
+        """
+        seconds: list[float] = []
+        using = 0.0
+        with open_store(url, options=StoreOptions(allow_http=True, **store)) as origin, ThreadPoolExecutor(at_once) as pool:
+            for _ in range(repeats):
+                with contextlib.suppress(LimitExceeded):
+                    origin.get(key, limit=0)
+                begin = time.monotonic()
+                for part in pool.map(functools.partial(fetch, origin), range(times)):
+                    start = time.monotonic()
+                    use(part)
+                    using += time.monotonic() - start
+                seconds.append(time.monotonic() - begin)
+        return {"seconds": seconds, "decode": using / repeats}
 
     def _follow(self, store: Store, replica: Replica, options: ReaderOptions, poll: float, number: int) -> None:
         synced: dict[str, Any] = {}

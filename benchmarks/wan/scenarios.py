@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ from .network import Shape
 from .options import RTTS, Options
 from .weights import BLOCK, BLOCK_BYTES, copies_for
 
-CORES = 2
-"""Cores that encode XOR deltas, of which one block was encoded by one core."""
+FIRST_READ, LATER_READ = "files of a delta, first read", "files of a delta, later read"
+_READS = 3
 READERS = 4
 """Readers in each region, where relays are compared."""
 
@@ -39,15 +39,17 @@ def updates(emulation: Emulation, options: Options) -> Iterator[Update]:
         is_decoded = size <= options.most_decoded
         begin_run(emulation, copies, is_decoded=is_decoded)
         emulation.train()
+        codec = None if is_decoded else Codec.measured(emulation.codecs(), copies, copies * BLOCK, XOR)
         for rate in options.rates:
             emulation.shape(rate, RTTS)
             if options.runs_full(copies * BLOCK_BYTES, rate):
-                full[rate] = made = _plain(FULL, emulation.send("full", copies=copies, decodes=True), copies, rate)
+                full[rate] = made = _plain(FULL, emulation.send("full", copies=copies), copies, rate)
                 yield made
             elif rate in full:
                 yield scaled(full[rate], copies * BLOCK, copies * BLOCK_BYTES)
             yield bound(copies * BLOCK, copies * BLOCK_BYTES, rate, len(RTTS))
-            yield _plain(XOR, emulation.send("xor", copies=copies, decodes=is_decoded), copies, rate, encodes=is_decoded)
+            sent = emulation.send("xor", copies=copies, decodes=is_decoded, repeats=options.versions)
+            yield _plain(XOR, sent, copies, rate, codec)
         for rate in options.rates:
             emulation.shape(rate, RTTS)
             yield deltas(emulation, rate, options.versions, is_decoded=is_decoded)
@@ -70,12 +72,12 @@ def deltas(emulation: Emulation, rate: float, versions: int, *, is_decoded: bool
     versions
         The number of versions. Times are their means.
     is_decoded
-        Whether readers decode versions. Otherwise the times of a GPU are added.
+        Whether readers decode versions. Otherwise encoding and decoding are charged by the time of one block.
     following
         Options of `Emulation.begin_following`.
     """
     emulation.begin_following(decodes=is_decoded, **following)
-    codec = Codec() if is_decoded else Codec.of_gpu(emulation.copies * BLOCK)
+    codec = Codec() if is_decoded else own_codec(emulation)
     found = []
     for _ in range(versions):
         emulation.train()
@@ -84,6 +86,11 @@ def deltas(emulation: Emulation, rate: float, versions: int, *, is_decoded: bool
     if is_decoded:
         emulation.check_bits()
     return mean(found)
+
+
+def own_codec(emulation: Emulation) -> Codec:
+    """Return the times of deltawire for the weights of the run."""
+    return Codec.measured(emulation.codecs(), emulation.copies, emulation.copies * BLOCK, DELTAWIRE)
 
 
 def fetches(emulation: Emulation, options: Options, found: list[Update]) -> Iterator[Fetch]:
@@ -96,9 +103,10 @@ def fetches(emulation: Emulation, options: Options, found: list[Update]) -> Iter
     copies = round(largest.weights / BLOCK)
     for rate in options.rates:
         emulation.shape(rate, RTTS)
-        sent = emulation.send("objects", copies=copies, size=round(largest.nbytes / copies))
-        for rtt, arrival in zip(RTTS, sent.arrivals, strict=True):
-            yield Fetch("files of a delta", Shape(rate, rtt), copies, sent.nbytes, arrival.served - sent.begin)
+        sent = emulation.send("objects", copies=copies, size=round(largest.nbytes / copies), repeats=_READS)
+        for what, transfer in {FIRST_READ: sent[0], LATER_READ: sent[-1]}.items():
+            for rtt, arrival in zip(RTTS, transfer.arrivals, strict=True):
+                yield Fetch(what, Shape(rate, rtt), copies, transfer.nbytes, arrival.served)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,39 +141,52 @@ def ablations(emulation: Emulation, options: Options) -> Iterator[Ablation]:
         made = []
         for _ in range(versions):
             emulation.train()
-            made.append(_update(emulation.publish(), copies, slowest, Codec(swap=Codec.of_gpu(copies * BLOCK).swap)))
+            made.append(_update(emulation.publish(), copies, slowest, Codec(swap=own_codec(emulation).swap)))
         emulation.end_following()
         found.append(mean(made))
     yield Ablation("cut-through, encoding on two cores", *found)
 
 
-def _plain(method: str, transfer: Transfer, copies: int, rate: float, *, encodes: bool = True) -> Update:
-    """Return an update with full weights or XOR deltas."""
-    return Update(
-        method,
-        copies * BLOCK,
-        rate,
-        transfer.nbytes,
-        [arrival.link_bytes for arrival in transfer.arrivals],
-        transfer.phases["encode_seconds"] / CORES if encodes else 0.0,
-        [arrival.served - transfer.begin for arrival in transfer.arrivals],
-        [arrival.phases["decode_seconds"] for arrival in transfer.arrivals],
-        [0.0] * len(transfer.arrivals),
+def _plain(method: str, transfers: Sequence[Transfer], copies: int, rate: float, codec: Codec | None = None) -> Update:
+    """Return an update with full weights or XOR deltas. Uploads overlap with encoding, and decoding with fetching, as in deltawire.
+
+    With `codec`, regions did not decode, and are charged for it.
+    """
+    codec = codec or Codec()
+    return mean(
+        [
+            Update(
+                method,
+                copies * BLOCK,
+                rate,
+                transfer.nbytes,
+                [arrival.link_bytes for arrival in transfer.arrivals],
+                max(transfer.phases["encode_seconds"], transfer.phases["upload_seconds"]),
+                [max(arrival.served, codec.decode) for arrival in transfer.arrivals],
+                [max(arrival.phases["decode_seconds"], codec.decode - arrival.served) for arrival in transfer.arrivals],
+                [codec.swap] * len(transfer.arrivals),
+            )
+            for transfer in transfers
+        ]
     )
 
 
 def _update(transfer: Transfer, copies: int, rate: float, codec: Codec) -> Update:
     """Return an update by deltawire. A member that has just looked finds a version later, so looking is a part of the transfer."""
     publish = transfer.published - transfer.begin
+    fetched = [arrival.swap_begin - transfer.published for arrival in transfer.arrivals]
     return Update(
         DELTAWIRE,
         copies * BLOCK,
         rate,
         transfer.nbytes,
         [arrival.link_bytes for arrival in transfer.arrivals],
-        publish + codec.encode,
-        [arrival.swap_begin - transfer.begin - publish + codec.decode for arrival in transfer.arrivals],
-        [arrival.phases["resolve_seconds"] + codec.decode for arrival in transfer.arrivals],
+        max(publish, codec.encode),
+        [max(seconds, codec.decode) for seconds in fetched],
+        [
+            max(arrival.phases["resolve_seconds"], codec.decode - seconds)
+            for arrival, seconds in zip(transfer.arrivals, fetched, strict=True)
+        ],
         [arrival.served - arrival.swap_begin + codec.swap for arrival in transfer.arrivals],
     )
 
@@ -181,9 +202,9 @@ class LoopRun:
 
 
 def run_loop(emulation: Emulation, generation: float, batches: int, rate: float) -> LoopRun:
-    """Run the loop in real time with deltawire: versions are published when training ends, and readers follow on their own.
+    """Run the loop in real time with deltawire: versions are encoded and published when training ends, and readers follow on their own.
 
-    Versions are encoded ahead and not decoded. The times of a GPU are added.
+    Versions are not decoded, since three regions would do it on the same cores. The time of decoding is added to each.
 
     Parameters
     ----------
@@ -197,11 +218,12 @@ def run_loop(emulation: Emulation, generation: float, batches: int, rate: float)
         The rate of the links.
     """
     emulation.shape(rate, RTTS)
+    emulation.begin_run(emulation.copies)
+    emulation.train()
+    codec = own_codec(emulation)
     emulation.begin_following(decodes=False)
-    codec = Codec.of_gpu(emulation.copies * BLOCK)
     loop = Loop(len(emulation.members), SPEED, generation, TRAINING_SHARE * generation)
     first = loop.staleness + 2
-    emulation.train(first + batches - 1)
     progress = Progress(loop, time.monotonic())
     found: list[Update] = []
     for batch in range(1, first + batches):
@@ -209,14 +231,15 @@ def run_loop(emulation: Emulation, generation: float, batches: int, rate: float)
             end = progress.batch_ends()
             _sleep_until(end)
             progress.advance(end)
-        _sleep_until(progress.completed[batch - 1] + loop.training + codec.encode)
+        emulation.train()
+        _sleep_until(progress.completed[batch - 1] + loop.training)
         transfer = emulation.publish()
         for moment, region, is_served in _changes(transfer, codec):
             if is_served:
                 progress.serve(region, batch, moment)
             else:
                 progress.pause(region, moment)
-        found.append(_update(transfer, emulation.copies, rate, codec))
+        found.append(_update(transfer, emulation.copies, rate, Codec(decode=codec.decode, swap=codec.swap)))
     progress.advance(progress.batch_ends())  # nothing can change until then, so it is not waited for
     emulation.end_following()
     counted = progress.completed[first - 1 : first + batches]

@@ -10,8 +10,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -21,11 +22,15 @@ from peers import DenseXor
 import deltawire
 from deltawire.events import Event
 from deltawire.store import Store, StoreOptions, open_store
-from wan.emulated_stores import TrainersStore
+from wan.emulated_stores import UPLOADS, TrainersStore
 from wan.weights import BLOCK_BYTES, Block, publish_from, training
 
 FULL, XOR, OBJECT = "full/block", "xor/block", "plain/object"
-"""Keys of a block of full weights, of its XOR delta, and of other bytes. Each is fetched as often as the model has blocks."""
+"""Keys of blocks of full weights, of their XOR deltas, and of other bytes. The first is fetched as often as the model has blocks."""
+CORES = 2
+"""Cores that encode and decode, for every method."""
+_FULL_BLOCKS = 4
+_Result = TypeVar("_Result")
 
 
 class Trainer:
@@ -47,6 +52,8 @@ class Trainer:
         self._published: tuple[float, dict[str, Any]] = (0.0, {})
         self._step = 0
         self._bytes = 0
+        self._full_upload: float | None = None
+        """Seconds in which a block of full weights was stored, beside others."""
         self._held: TrainersStore | None = None
         self._is_ahead = False
         self._ahead: list[int] = []
@@ -96,24 +103,43 @@ class Trainer:
         if event.name == "published":
             self._published = (time.monotonic(), dict(event.fields))
 
-    def full(self) -> dict[str, Any]:
-        """Store a block of full weights."""
-        self._store.put(FULL, self._new.weights.view(np.uint8).data, size=BLOCK_BYTES)
-        return {"key": FULL, "size": BLOCK_BYTES}
+    def codecs(self) -> dict[str, Any]:
+        """Encode and decode one block by deltawire and by XOR + zstd-1, each with `CORES` threads or as one of so many. Return seconds."""
+        old, new = ({"block": block.weights} for block in (self._previous, self._new))
+        encode, delta = _timed(lambda: deltawire.encode_delta(old, new, threads=CORES))
+        decode, _ = _timed(lambda: deltawire.resolve_delta(old, delta, threads=CORES))
+        before, after = (block.weights.view(np.uint16) for block in (self._previous, self._new))
+        xor_encode, xor = _timed(lambda: DenseXor().encode(before, after))
+        xor_decode, _ = _timed(lambda: DenseXor().apply(before, xor))
+        DenseXor().apply(before, xor)  # as it was
+        return {"encode": encode, "decode": decode, "xor_encode": xor_encode / CORES, "xor_decode": xor_decode / CORES}
+
+    def full(self, copies: int) -> dict[str, Any]:
+        """Store some blocks of full weights, once. The time of all of them is computed from that."""
+        if self._full_upload is None:
+            weights = self._new.weights.view(np.uint8).data
+            self._full_upload = self._upload(FULL, [weights] * _FULL_BLOCKS) / _FULL_BLOCKS
+        return {"key": f"{FULL}0", "size": BLOCK_BYTES, "upload": self._full_upload * copies}
 
     def objects(self, size: int) -> dict[str, Any]:
         """Store an object of the size of a file of a delta."""
         self._store.put(OBJECT, np.random.default_rng(0).bytes(size), size=size)
         return {"key": OBJECT, "size": size}
 
-    def xor(self) -> dict[str, Any]:
-        """Store the XOR delta of the last step of training."""
+    def xor(self, copies: int) -> dict[str, Any]:
+        """Store the XOR delta of the last step of training, once for each block of the model."""
         old, new = (block.weights.view(np.uint16) for block in (self._previous, self._new))
-        begin = time.perf_counter()
-        delta = DenseXor().encode(old, new)
-        seconds = time.perf_counter() - begin
-        self._store.put(XOR, delta, size=len(delta))
-        return {"key": XOR, "size": len(delta), "encode": seconds}
+        seconds, delta = _timed(lambda: DenseXor().encode(old, new))
+        upload = self._upload(XOR, [memoryview(delta)] * copies)
+        return {"key": f"{XOR}0", "size": len(delta), "encode": seconds * copies / CORES, "upload": upload}
+
+    def _upload(self, key: str, objects: list[memoryview]) -> float:
+        """Store objects, as many at the same time as a publisher does. Return the seconds."""
+        with ThreadPoolExecutor(UPLOADS) as pool:
+            seconds, _ = _timed(
+                lambda: list(pool.map(lambda each: self._store.put(f"{key}{each[0]}", each[1], size=len(each[1])), enumerate(objects)))
+            )
+        return seconds
 
     def close(self) -> dict[str, Any]:
         """End the run."""
@@ -122,6 +148,12 @@ class Trainer:
         self._publisher = None
         self._model = {}
         return {}
+
+
+def _timed(work: Callable[[], _Result]) -> tuple[float, _Result]:
+    begin = time.perf_counter()
+    result = work()
+    return time.perf_counter() - begin, result
 
 
 def main() -> int:

@@ -19,8 +19,9 @@ pytest.importorskip("zstandard")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from wan import __main__ as program
-from wan import network, tables
+from wan import network, scenarios, tables
 from wan.emulated_stores import RegionsStore, TrainersStore
+from wan.emulation import Arrival, Transfer
 from wan.generation import Loop, Progress, ideal, replay
 from wan.link_check import LinkCheck
 from wan.measured import BOUND, DELTAWIRE, FULL, XOR, Ablation, Codec, Update, bound, mean, scaled
@@ -130,9 +131,26 @@ def test_the_table_of_the_model_compares_it_with_each_region() -> None:
     assert near < far
 
 
-def test_the_times_of_a_gpu_grow_with_the_weights() -> None:
-    one, two = Codec.of_gpu(4.1e9), Codec.of_gpu(8.2e9)
-    assert (2 * one.encode, 2 * one.decode, 2 * one.swap) == pytest.approx((two.encode, two.decode, two.swap))
+def test_the_times_of_codecs_grow_with_the_weights_and_are_those_of_the_method() -> None:
+    block = {"encode": 0.1, "decode": 0.2, "xor_encode": 0.5, "xor_decode": 0.7}
+    assert Codec.measured(block, 60, 8.2e9, DELTAWIRE) == Codec(6.0, 12.0, pytest.approx(0.0098))
+    assert Codec.measured(block, 30, 4.1e9, XOR) == Codec(15.0, 21.0, pytest.approx(0.0049))
+
+
+def transfer(seconds: float, decode: float = 0.0) -> Transfer:
+    arrivals = [Arrival(None, seconds, 100, phases={"decode_seconds": decode}) for _ in range(3)]  # type: ignore[arg-type]
+    return Transfer(0.0, 0.0, 100, arrivals, {"encode_seconds": 2.0, "upload_seconds": 3.0})
+
+
+def test_every_method_is_charged_its_upload_and_its_codec() -> None:
+    found = scenarios._plain(XOR, [transfer(4.0), transfer(6.0)], 1, 1e9, Codec(decode=7.0, swap=0.5))
+    assert (found.publish, found.transfers, found.decode, found.pauses) == (3.0, [7.0] * 3, [2.0] * 3, [0.5] * 3)
+    assert found.serves == [10.5] * 3
+    decoded = scenarios._plain(XOR, [transfer(4.0, decode=1.5)], 1, 1e9)
+    assert (decoded.links, decoded.decode) == ([2.5] * 3, [1.5] * 3)
+    arrivals = [Arrival(None, 9.0, 100, swap_begin=8.0, phases={"resolve_seconds": 0.25}) for _ in range(3)]  # type: ignore[arg-type]
+    own = scenarios._update(Transfer(1.0, 2.0, 100, arrivals), 1, 1e9, Codec(encode=3.0, decode=10.0, swap=0.5))
+    assert (own.publish, own.transfers, own.decode, own.pauses) == (3.0, [10.0] * 3, [4.0] * 3, [1.5] * 3)
 
 
 def state(seed: int) -> dict[str, npt.NDArray[np.float32]]:

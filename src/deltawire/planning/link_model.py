@@ -2,7 +2,8 @@
 
 A stream asks for an object, waits one round trip and the server's time, and receives it. The first object of each stream comes in the slow
 start of TCP: ten segments in the first round trip, and twice as many in each that follows, up to the stream's share of the rate. After that
-waiting or the rate bounds all streams together, whichever is slower. Two constants are fitted to measurements.
+waiting or the rate bounds all streams together, whichever is slower. A reader that has not used the link yet also connects, and begins with
+few streams, whose number doubles in each round (`store.stream_ramp`). Two constants are fitted to measurements.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import UnusablePlan
+from ..store.stream_gate import FIRST_STREAMS
+from ..store.stream_ramp import first_width
 from .quantities import checked, duration, rate
 
 PIECE_BYTES = 8 << 20
@@ -72,21 +75,31 @@ class LinkModel:
     server_seconds
         Seconds from a request to the first byte, without the network.
     efficiency
-        The share of a link's rate that arrives as useful bytes.
+        The share of a link's rate that arrives as useful bytes, if the link has no delay.
+    fade
+        How much slower a link is for each second of its round trip: streams that lose packets need longer to recover.
     """
 
     server_seconds: float
     efficiency: float
+    fade: float = 0.0
+
+    def goodput(self, link: Link) -> float:
+        """Return the useful bytes per second of a link."""
+        return link.rate / 8 * self.efficiency / (1 + self.fade * link.rtt)
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTransfer:
-    """A transfer that was measured: this many objects and bytes in all, over a link, in so many streams, took so many seconds."""
+    """A transfer that was measured: this many objects and bytes in all, over a new link, took so many seconds.
+
+    `streams` is their fixed number, or None if the reader chose it.
+    """
 
     objects: int
     nbytes: float
     link: Link
-    streams: int
+    streams: int | None
     seconds: float
 
 
@@ -98,14 +111,23 @@ MEASURED = (
     MeasuredTransfer(64, 64 * 1.16e6, _EMULATED, 8, 1.6),
     MeasuredTransfer(64, 64 * 1.16e6, _EMULATED, 16, 0.965),
     MeasuredTransfer(64, 64 * 1.16e6, _EMULATED, 32, 0.855),
+    *[
+        MeasuredTransfer(8, 8 * 2.0**28, Link(rate, rtt, 9000), None, seconds)
+        for rate, seconds_by_rtt in {0.25e9: (72.50, 74.87, 78.35), 0.5e9: (39.01, 41.72, 46.43)}.items()
+        for rtt, seconds in zip((0.030, 0.080, 0.150), seconds_by_rtt, strict=True)
+    ],
 )
-"""Emulated link, SeaweedFS as the S3 server, TCP with BBR. Each is the middle of the runs, which differed by up to 34%."""
+"""Emulated links, SeaweedFS as the S3 server, TCP with BBR, on busy cores. The first rows are the middle of runs, which differed by up to
+34%. The others are full weights of `make bench-wan`, over links that are slow enough not to measure the cores.
+"""
 
-CALIBRATED = LinkModel(server_seconds=0.025, efficiency=0.97)
+CALIBRATED = LinkModel(server_seconds=0.02, efficiency=0.97, fade=1.0)
 """The result of `calibrate(MEASURED)`."""
 
 
-def transfer_seconds(objects: float, nbytes: float, link: Link, *, streams: int | None = None, model: LinkModel = CALIBRATED) -> float:
+def transfer_seconds(
+    objects: float, nbytes: float, link: Link, *, streams: int | None = None, is_new: bool = False, model: LinkModel = CALIBRATED
+) -> float:
     """Return the seconds until all bytes have arrived.
 
     Parameters
@@ -118,6 +140,8 @@ def transfer_seconds(objects: float, nbytes: float, link: Link, *, streams: int 
         The link.
     streams
         How many objects, or ranges of them, are moved at the same time. None: the best of 1, 2, 4, … 64.
+    is_new
+        Whether the reader has not used the link yet. Otherwise its connections are open, and it knows how many streams are best.
     model
         The constants.
     """
@@ -125,8 +149,12 @@ def transfer_seconds(objects: float, nbytes: float, link: Link, *, streams: int 
     checked(nbytes, "The number of bytes", most=1e24)
     if streams is None:
         widths = [1 << power for power in range(MOST_STREAMS.bit_length())]
-        return min(_seconds(objects, nbytes, link, width, model) for width in widths)
-    return _seconds(objects, nbytes, link, int(checked(streams, "The number of streams", most=MOST_STREAMS, least=1)), model)
+        return min(
+            _seconds(objects, nbytes, link, width, model, is_new=is_new) + (_growing(width, link, model) if is_new else 0.0)
+            for width in widths
+        )
+    width = int(checked(streams, "The number of streams", most=MOST_STREAMS, least=1))
+    return _seconds(objects, nbytes, link, width, model, is_new=is_new)
 
 
 def calibrate(rows: Sequence[MeasuredTransfer]) -> LinkModel:
@@ -139,22 +167,33 @@ def calibrate(rows: Sequence[MeasuredTransfer]) -> LinkModel:
     rows
         Measured transfers.
     """
-    tried = [LinkModel(millis / 1000, percent / 100) for millis in range(81) for percent in range(70, 98)]
+    tried = [
+        LinkModel(millis / 1000, percent / 100, tenths / 10)
+        for millis in range(0, 61, 5)
+        for percent in range(85, 98, 2)
+        for tenths in range(0, 21, 2)
+    ]
     return min(tried, key=lambda model: max(abs(error(row, model)) for row in rows))
 
 
 def error(row: MeasuredTransfer, model: LinkModel) -> float:
     """Return the relative error of the model for one measured transfer. It is positive if the model is too slow."""
-    return _seconds(row.objects, row.nbytes, row.link, row.streams, model) / row.seconds - 1
+    return transfer_seconds(row.objects, row.nbytes, row.link, streams=row.streams, is_new=True, model=model) / row.seconds - 1
 
 
-def _seconds(objects: float, nbytes: float, link: Link, streams: int, model: LinkModel) -> float:
+def _growing(width: int, link: Link, model: LinkModel) -> float:
+    """Return the seconds until so many streams have begun on a link that was not used yet. Their number doubles in each round."""
+    waiting = link.rtt + model.server_seconds
+    return waiting * max(0.0, math.log2(width / first_width(waiting, FIRST_STREAMS, MOST_STREAMS)))
+
+
+def _seconds(objects: float, nbytes: float, link: Link, streams: int, model: LinkModel, *, is_new: bool) -> float:
     requests = max(float(objects), nbytes / PIECE_BYTES)
     each = nbytes / requests
     width = min(float(streams), requests)
-    goodput = link.rate / 8 * model.efficiency
+    goodput = model.goodput(link)
     waiting = link.rtt + model.server_seconds
-    first = link.rtt + waiting + _slow_start(each, goodput / width, link)
+    first = (link.rtt if is_new else 0.0) + waiting + _slow_start(each, goodput / width, link)
     sending = each / goodput
     alone = (waiting + sending) / width
     return first + (requests - width) * math.hypot(alone, sending)

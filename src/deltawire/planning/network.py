@@ -51,8 +51,7 @@ class Network:
     streams
         How many transfers each reader runs at the same time. None: as many as are best for the link.
     cut_through
-        Readers and relays fetch the files of a version while the trainer still encodes others. Otherwise they wait for the commit. None:
-        as publishers do, which announce files if the trainer has one GPU, and do not if several ranks publish together.
+        Readers and relays fetch the files of a version while the trainer still encodes others. Otherwise they wait for the commit.
     poll_seconds
         Seconds between two looks of a reader for a new version.
     model
@@ -63,7 +62,7 @@ class Network:
     local: Link = field(default_factory=lambda: Link(10e9, 0.001))
     relays: bool = True
     streams: int | None = None
-    cut_through: bool | None = None
+    cut_through: bool = True
     poll_seconds: float = 1.0
     model: LinkModel = CALIBRATED
 

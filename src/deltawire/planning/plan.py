@@ -193,8 +193,6 @@ def plan(
     """
     fleet, prices = fleet or FleetShape(), prices or Prices()
     codec = codec or Codec.of_gpus(fleet)
-    if network.cut_through is None:
-        network = replace(network, cut_through=fleet.trainer_gpus == 1)
     encode, decode = workload.state_bytes / codec.encode_rate, workload.state_bytes / codec.decode_rate
     coded = workload.fetched(workload.delta_bytes)
     shipments = [

@@ -97,13 +97,13 @@ def plan(
         bool, typer.Option("--no-relays", help="Send one copy to each member, instead of one to a store in each region.")
     ] = False,
     cut_through: Annotated[
-        bool | None,
+        bool,
         typer.Option(
             "--cut-through/--no-cut-through",
-            help="Whether readers fetch files while the trainer still encodes others. Default: if the trainer has one GPU.",
+            help="Whether readers fetch files while the trainer still encodes others.",
             show_default=False,
         ),
-    ] = None,
+    ] = True,
     streams: Annotated[
         str, typer.Option("--streams", metavar="auto|N", help="How many transfers a reader runs at the same time.")
     ] = "auto",
@@ -238,7 +238,7 @@ def _workload(
 
 
 def _network(
-    regions: int, links: list[str], local: str, given: int | None, counted: int, relays: bool, cut_through: bool | None, streams: str
+    regions: int, links: list[str], local: str, given: int | None, counted: int, relays: bool, cut_through: bool, streams: str
 ) -> Network:
     from ...planning import Network, Region
     from ...planning.link_model import parse_link
