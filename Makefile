@@ -124,7 +124,8 @@ fuzz-properties: $(VENV)/.installed
 	DELTAWIRE_TEST_MORE=$(MORE) DELTAWIRE_CHAIN_EXAMPLES=$$((25 * $(MORE))) $(BIN)/python -m pytest tests/property
 
 fuzz:
-	native/fuzz/run $(RUNS) $(if $(SEED),-seed=$(SEED))
+	native/fuzz/run resolve $(RUNS) $(if $(SEED),-seed=$(SEED))
+	native/fuzz/run routing $$(($(RUNS) / 10)) $(if $(SEED),-seed=$(SEED))
 
 clean:
 	rm -rf $(VENV) build dist

@@ -1,12 +1,13 @@
 // Runs the fuzz target without libFuzzer, which GCC does not have. The same seed gives the same inputs on every machine.
 //
-//     fuzz_resolve [-runs=N] [-seed=N] [-cases=FILE] [-artifact_prefix=PATH] [file …]
+//     fuzz_resolve|fuzz_routing [-runs=N] [-seed=N] [-cases=FILE] [-artifact_prefix=PATH] [file …]
 //
 // Inputs are random, or mutations of earlier ones. An input is kept for mutation if it reaches new code, or repeats code more often than
 // all inputs before it. Files after the options are such earlier inputs; with -runs=0 only they are executed. Other options of libFuzzer
 // are ignored.
 //
-// -cases writes the results of small payloads, for a comparison with the reference codec. A case is, little-endian: six 64-bit integers
+// -cases writes the results of small inputs, for a comparison with the reference codec. fuzz_routing.cpp says what its cases are. A case of
+// fuzz_resolve is, little-endian: six 64-bit integers
 // (type code; 1 for a payload of versions 1 and 2; tensors; bytes of payload; error: 0 none, 1 Corrupt, 2 WrongType, 3 WrongCount; changed
 // elements), four 32-bit lanes of the digest before and after, the payload, and for each tensor five 64-bit integers (elements, 1 if there
 // is a base, digest seed, changed coded elements, changed elements) and the base's elements; then the positions of all changed elements

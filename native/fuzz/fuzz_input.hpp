@@ -1,4 +1,4 @@
-// The input of one execution of the fuzz target, and the limits of what it makes. fuzz_resolve.cpp includes the codec first.
+// The input of one execution of the fuzz target, and the limits of what it makes. A target includes the codec first.
 #pragma once
 
 #include <cstdio>
@@ -35,6 +35,13 @@ public:
 private:
     const uint8_t *at_, *end_;
 };
+
+// A number that chooses what is checked in an execution.
+uint64_t hash_of(std::span<const uint8_t> data) {
+    uint64_t hash = data.size();
+    for (const uint8_t byte : data) hash = (hash ^ byte) * 0x100000001b3u;
+    return mix(hash);
+}
 
 class Random {
 public:

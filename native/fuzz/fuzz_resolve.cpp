@@ -129,8 +129,6 @@ void execute(Input in, uint64_t hash) {
 }  // namespace deltawire
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
-    uint64_t hash = size;
-    for (size_t i = 0; i < size; ++i) hash = (hash ^ data[i]) * 0x100000001b3u;
-    deltawire::execute(deltawire::Input(data, size), deltawire::mix(hash));
+    deltawire::execute(deltawire::Input(data, size), deltawire::hash_of({data, size}));
     return 0;
 }

@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 
 from deltawire.codec.base import ResolveGroup, ResolveJob
-from deltawire.codec.reference import ReferenceCodec, groups
+from deltawire.codec.reference import ReferenceCodec, groups, routing
 from deltawire.codec.reference.codec import ReferenceResolution
+from deltawire.codec.routing import CodedRows, RoutingRows
 from deltawire.dtypes import PAYLOAD_TYPES, PayloadType
-from deltawire.errors import CorruptDelta, DeltawireError, DtypeMismatch, ShapeMismatch
+from deltawire.errors import CorruptDelta, CorruptRollouts, DeltawireError, DtypeMismatch, ShapeMismatch
 
 ROOT = Path(__file__).parents[2]
 EXECUTIONS = 6_000
+ROUTING_EXECUTIONS = 1_500
 ERRORS: dict[int, type[DeltawireError]] = {1: CorruptDelta, 2: DtypeMismatch, 3: ShapeMismatch}
 _NUMBERS = struct.Struct("<6Q4I4I")
 _TENSOR = struct.Struct("<5Q")
@@ -100,15 +102,10 @@ def check(case: Case) -> None:
         assert np.array_equal(values, tensor.values)
 
 
-@pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("g++") is None, reason="cmake and g++ build the fuzzer")
-def test_hostile_payloads_break_nothing_and_are_judged_as_the_reference_judges_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The fuzz target has small blocks, so that small groups have several.
-    monkeypatch.setattr(groups, "tiles_per_block", lambda kind: {4: 8, 8: 4}.get(kind.width, 2))
-    cases = tmp_path / "cases"
+def run_target(target: str, executions: int, cases: Path) -> str:
+    """Build and run a fuzz target. Returns its last words."""
     done = subprocess.run(
-        [ROOT / "native/fuzz/run", str(EXECUTIONS), "-seed=1", f"-cases={cases}"],
+        [ROOT / "native/fuzz/run", target, str(executions), "-seed=1", f"-cases={cases}"],
         env=os.environ | {"FUZZ_CXX": "g++", "FUZZ_GCC": "-O0"},  # only the g++ driver writes cases, and compiling takes most of the time
         capture_output=True,
         text=True,
@@ -116,7 +113,18 @@ def test_hostile_payloads_break_nothing_and_are_judged_as_the_reference_judges_t
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    assert f"{EXECUTIONS + len(list(ROOT.glob('tests/golden/*.delta.safetensors')))} executions of seed 1, no finding" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("g++") is None, reason="cmake and g++ build the fuzzer")
+def test_hostile_payloads_break_nothing_and_are_judged_as_the_reference_judges_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The fuzz target has small blocks, so that small groups have several.
+    monkeypatch.setattr(groups, "tiles_per_block", lambda kind: {4: 8, 8: 4}.get(kind.width, 2))
+    cases = tmp_path / "cases"
+    said = run_target("resolve", EXECUTIONS, cases)
+    assert f"{EXECUTIONS + len(list(ROOT.glob('tests/golden/*.delta.safetensors')))} executions of seed 1, no finding" in said
     found = list(read_cases(cases.read_bytes()))
     refused, resolved = ([case for case in found if bool(case.error) is wanted] for wanted in (True, False))
     for wanted in (True, False):
@@ -124,3 +132,36 @@ def test_hostile_payloads_break_nothing_and_are_judged_as_the_reference_judges_t
         assert sum(case.is_old is wanted for case in refused) > 150
     for case in [*resolved, *refused[::5]]:  # all accepted payloads, because accepting an invalid one is the worse mistake
         check(case)
+
+
+def read_routing(data: bytes) -> Iterator[tuple[RoutingRows, CodedRows, Any]]:
+    """Yield rows, their bytes, and the ids that were decoded, or None. `native/fuzz/fuzz_routing.cpp` documents the file."""
+    at = 0
+
+    def take(dtype: str, count: int) -> Any:
+        nonlocal at
+        found = np.frombuffer(data, dtype, count, at)
+        at += found.nbytes
+        return found
+
+    while at < len(data):
+        layers, top_k, experts, tokens, lengths, streams, size, is_refused = take("<u8", 8).tolist()
+        copied, reference, ends = take("<i8", tokens), take("<i8", tokens), take("<u8", streams)
+        order = take("<u2", layers * experts).reshape(layers, experts)
+        ids = None if is_refused else take("<i2", tokens * layers * top_k).reshape(tokens, layers, top_k)
+        recorded = take("u1", tokens * layers).reshape(tokens, layers)
+        yield RoutingRows(experts, top_k, copied, reference, recorded, order), CodedRows(take("u1", lengths), ends, take("u1", size)), ids
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None or shutil.which("g++") is None, reason="cmake and g++ build the fuzzer")
+def test_hostile_routed_experts_break_nothing_and_are_judged_as_the_reference_judges_them(tmp_path: Path) -> None:
+    cases = tmp_path / "cases"
+    assert f"{ROUTING_EXECUTIONS} executions of seed 1, no finding" in run_target("routing", ROUTING_EXECUTIONS, cases)
+    found = list(read_routing(cases.read_bytes()))
+    refused, decoded = ([case for case in found if (case[2] is None) is wanted] for wanted in (True, False))
+    assert min(len(refused), len(decoded)) > 100
+    for rows, coded, ids in decoded:  # all accepted ones, because accepting invalid bytes is the worse mistake
+        assert np.array_equal(routing.decode_rows(rows, coded), ids)
+    for rows, coded, _ in refused[::5]:
+        with pytest.raises(CorruptRollouts):
+            routing.decode_rows(rows, coded)
