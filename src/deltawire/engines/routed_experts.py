@@ -12,7 +12,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,10 +162,11 @@ def read_captured_experts(answer: Any, routers: ModelRouters, tokens: int) -> Re
     return _placed(np.frombuffer(data, "<i2").reshape(shape), routers, tokens, 0)
 
 
-def fill_prompts(recorded: list[RecordedExperts | None], prompt: int) -> None:
+def fill_prompts(recorded: Sequence[RecordedExperts | None], prompt: int, versions: Sequence[object]) -> None:
     """Give missing rows of a prompt to completions of one request, from completions that have them.
 
-    A completion whose keys and values of the prompt come from the prefix cache has no rows for them. Another one computed them.
+    A completion whose keys and values of the prompt come from the prefix cache has no rows for them. Another one computed them. Other
+    weights may have computed them for a completion that began before a swap, so its rows are only given to those that also did.
 
     Parameters
     ----------
@@ -173,12 +174,15 @@ def fill_prompts(recorded: list[RecordedExperts | None], prompt: int) -> None:
         The experts of the completions of one request.
     prompt
         The number of tokens of the prompt.
+    versions
+        For each completion, the version that drew its first token.
     """
-    known = [each.experts for each in recorded if each is not None]
-    for experts in known:
-        for other in known:
-            missing = (experts[:prompt] < 0).any(-1, keepdims=True)
-            experts[:prompt] = np.where(missing, other[:prompt], experts[:prompt])
+    known = [(each.experts, version) for each, version in zip(recorded, versions, strict=True) if each is not None]
+    for experts, version in known:
+        for other, its_version in known:
+            if version == its_version:
+                missing = (experts[:prompt] < 0).any(-1, keepdims=True)
+                experts[:prompt] = np.where(missing, other[:prompt], experts[:prompt])
 
 
 def _decoded(text: Any, most: int) -> bytes:

@@ -39,8 +39,9 @@ class Runner:
     """A model runner whose rows say which token of which request they are of, and in which layer: [100 · request + position, layer]."""
 
     def __init__(self) -> None:
-        self.input_batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=[])
+        self.input_batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=[], num_prompt_tokens=[])
         self.mark = 0
+        self.prompt = 3
         self.layers = [SimpleNamespace(layer_id=layer, router=SimpleNamespace(set_capture_fn=None)) for layer in LAYERS]
         self.hooks: dict[int, Any] = {}
         for each in self.layers:
@@ -51,6 +52,7 @@ class Runner:
             return "nothing"
         self.input_batch.req_ids = [name for name, _, _, _ in scheduled.parts]
         self.input_batch.num_computed_tokens_cpu = [start for _, _, start, _ in scheduled.parts]
+        self.input_batch.num_prompt_tokens = [self.prompt for _ in scheduled.parts]
         tokens = [
             self.mark + 100 * number + position for _, number, start, count in scheduled.parts for position in range(start, start + count)
         ]
@@ -105,7 +107,9 @@ def test_tokens_from_the_prefix_cache_have_no_rows_until_another_completion_give
     assert cached[:, 0, 0].tolist() == [-1, -1, -1, -1, 104, 105]
     layout = RoutingLayout(1000, 2, LAYERS)
     made: list[Any] = [RecordedExperts(layout, whole.copy()), None, RecordedExperts(layout, cached.copy())]
-    fill_prompts(made, 4)
+    fill_prompts(made, 4, [1, 1, 2])  # other weights drew the second, so they computed its prompt
+    assert np.array_equal(made[2].experts, cached)
+    fill_prompts(made, 4, [2, 1, 2])
     assert made[2].experts[:, 0, 0].tolist() == [100, 101, 102, 103, 104, 105]
     assert np.array_equal(made[0].experts, whole)
 
@@ -117,6 +121,31 @@ def test_the_first_row_of_a_token_stays_when_it_is_computed_again(runner: Runner
     runner.mark = 500  # other weights
     step(runner, (internal(ONE), 1, 0, 5))
     assert taken(capture, f"0/{ONE}")[:, 0, 0].tolist() == [100, 101, 102, 103, 604]
+
+
+def test_the_last_row_of_a_prompt_stays_until_a_token_is_drawn(runner: Runner, capture: ExpertCapture) -> None:
+    """A swap between two chunks of a prompt makes the server compute the first one again, with the weights that draw the first token."""
+    runner.prompt = 6
+    step(runner, (internal(ONE), 1, 0, 4))
+    runner.mark = 500  # other weights, and another request left the first token in the prefix cache
+    step(runner, (internal(ONE), 1, 1, 4))
+    step(runner, (internal(ONE), 1, 5, 1))
+    runner.mark = 900
+    step(runner, (internal(ONE), 1, 0, 7))
+    assert taken(capture, f"0/{ONE}")[:, 0, 0].tolist() == [-1, 601, 602, 603, 604, 605, 1006]
+
+
+def test_rows_that_nobody_fetches_take_limited_memory(runner: Runner, capture: ExpertCapture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_capture, "_MOST_BYTES", 3000)
+    for number in range(9):
+        step(runner, (internal(f"deltawire-{number:032x}"), 1, 0, 50))
+        step(runner, (internal(ONE), 1, number, 1))  # it is still being computed
+        assert sum(rows.nbytes for rows in capture._requests.values()) == capture._bytes <= 3000
+    assert taken(capture, f"0/{ONE}")[:, 0, 0].tolist() == list(range(100, 109))
+    assert capture.take(f"0/deltawire-{0:032x}") is None
+    for number in range(1, 9):
+        capture.take(f"0/deltawire-{number:032x}")
+    assert capture._bytes == 0
 
 
 def test_requests_that_nobody_fetches_are_forgotten(runner: Runner, capture: ExpertCapture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@
 
 A step computes some tokens of several requests, one request after the other. The runner's batch says which. A row belongs to the position
 of its token in its request. The first row of a position stays: when a token is computed again, after a preemption or a swap, the version
-that computed it first made the tokens after it. Tokens whose keys and values come from the prefix cache are not computed, and have no
-rows.
+that computed it first made the tokens after it. Before the first token is drawn, the last row stays. Tokens whose keys and values come from
+the prefix cache are not computed, and have no rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ MARK = "deltawire-"
 """The experts of requests whose name begins with this are recorded."""
 _NAME = re.compile(r"(?:(\d+)_)?generate-tokens-(deltawire-[0-9a-f]{32})(?:-[0-9a-f]{8})?")
 _MOST_REQUESTS = 4096
-"""The oldest requests are forgotten if there are more that nobody fetched, such as aborted ones."""
+_MOST_BYTES = 1 << 30
+"""Requests whose rows nobody fetched, such as aborted ones, are forgotten if there are more, or if they are larger. The oldest go first."""
 
 
 class ExpertCapture:
@@ -46,6 +47,7 @@ class ExpertCapture:
         """The numbers of the layers that have experts."""
         self._step: dict[int, NDArray[np.int16]] | None = None
         self._requests: OrderedDict[str, _Rows] = OrderedDict()
+        self._bytes = 0
         for each in runners:
             each.router.set_capture_fn(functools.partial(self._note, int(each.layer_id)))
         runner.execute_model = self._recording(runner.execute_model)
@@ -61,6 +63,7 @@ class ExpertCapture:
         rows = self._requests.pop(name, None)
         if rows is None:
             return None
+        self._bytes -= rows.nbytes
         return {"shape": list(rows.experts.shape), "data": base64.b64encode(rows.experts.astype("<i2").tobytes()).decode()}
 
     def _note(self, layer: int, experts: Any) -> None:
@@ -92,25 +95,44 @@ class ExpertCapture:
             if named is not None:
                 name = f"{named[1] or 0}/{named[2]}"
                 own = self._requests.setdefault(name, _Rows(rows.shape[1:]))
-                own.add(int(batch.num_computed_tokens_cpu[index]), rows[first : first + count])
+                self._requests.move_to_end(name)
+                self._bytes -= own.nbytes
+                own.add(int(batch.num_computed_tokens_cpu[index]), rows[first : first + count], prompt=int(batch.num_prompt_tokens[index]))
+                self._bytes += own.nbytes
             first += count
-        while len(self._requests) > _MOST_REQUESTS:
-            self._requests.popitem(last=False)
+        while len(self._requests) > _MOST_REQUESTS or (self._bytes > _MOST_BYTES and len(self._requests) > 1):
+            self._bytes -= self._requests.popitem(last=False)[1].nbytes
 
 
 class _Rows:
     """The rows of one request."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        self.experts = np.full((0, *shape), -1, np.int16)
+        self._memory = np.full((0, *shape), -1, np.int16)
+        self._length = 0
 
-    def add(self, start: int, rows: NDArray[np.int16]) -> None:
+    @property
+    def experts(self) -> NDArray[np.int16]:
+        """The rows of all tokens up to the last one that was computed; −1 where there are none."""
+        return self._memory[: self._length]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the rows take."""
+        return self._memory.nbytes
+
+    def add(self, start: int, rows: NDArray[np.int16], *, prompt: int) -> None:
         end = start + len(rows)
-        if end > len(self.experts):
-            more = np.full((end - len(self.experts), *self.experts.shape[1:]), -1, np.int16)
-            self.experts = np.concatenate([self.experts, more])
-        place = self.experts[start:end]
-        self.experts[start:end] = np.where(place < 0, rows, place)
+        if start < self._length < prompt:  # it is computed again, maybe by other weights, and no token was drawn yet
+            self._memory[:] = -1
+            self._length = 0
+        if end > len(self._memory):
+            more = np.full((2 * end - len(self._memory), *self._memory.shape[1:]), -1, np.int16)
+            self._memory = np.concatenate([self._memory, more])
+        if end > self._length:
+            new = max(start, self._length)
+            self._memory[new:end] = rows[new - start :]
+            self._length = end
 
 
 def capture_experts(worker: Any) -> str | None:

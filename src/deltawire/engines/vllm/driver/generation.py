@@ -220,7 +220,7 @@ class VllmGenerator:
             if len(choices) != sampling.samples:
                 raise EngineError(f"the server returned {len(choices)} completions instead of {sampling.samples}.")
             made = [self._completion(choice, before, routers, prompt) for choice in choices]
-            fill_prompts([each.routing for each in made], prompt)
+            fill_prompts([each.routing for each in made], prompt, [each.spans[0].version if each.spans else None for each in made])
             return made
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"the answer of the server at {self._routes.url} cannot be read: {error!r}.") from error
