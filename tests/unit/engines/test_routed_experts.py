@@ -93,17 +93,6 @@ HOSTILE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_answers_of_vllm_are_refused(name: str) -> None:
-    tracemalloc.start()
-    try:
-        with pytest.raises(EngineError):
-            read_vllm_experts(HOSTILE[name], ROUTERS, 6)
-        assert tracemalloc.get_traced_memory()[1] < 2 << 20
-    finally:
-        tracemalloc.stop()
-
-
 @given(st.binary(max_size=300))
 def test_noise_is_refused(data: bytes) -> None:
     for read in (read_vllm_experts, read_sglang_experts):
@@ -111,10 +100,36 @@ def test_noise_is_refused(data: bytes) -> None:
             read(base64.b64encode(data).decode(), ROUTERS, 6)
 
 
-@pytest.mark.parametrize("rows", [ROWS[:4], ROWS[:, :3], np.full_like(ROWS, 200), np.full(ROWS.shape, -9)])
-def test_answers_of_sglang_that_do_not_fit_are_refused(rows: Any) -> None:
-    with pytest.raises(EngineError):
-        read_sglang_experts(base64.b64encode(rows.astype("<i4").tobytes()).decode(), ROUTERS, 6)
+def raw(rows: Any) -> str:
+    return base64.b64encode(rows.astype("<i4").tobytes()).decode()
+
+
+HOSTILE_SGLANG: dict[str, Any] = {
+    "nothing": "",
+    "a number": 5,
+    "a list": [[1]],
+    "no base64": "****",
+    "too much text": "A" * 4_000_000,
+    "a token too few": raw(ROWS[:4]),
+    "a token too many": raw(np.concatenate([ROWS, ROWS[:1]])),
+    "a layer too few": raw(ROWS[:, :3]),
+    "an expert that is not there": raw(np.full_like(ROWS, 200)),
+    "an expert below -1": raw(np.full(ROWS.shape, -9)),
+    "an expert of 16 bits too many": raw(np.full(ROWS.shape, 1 << 16)),
+    "half a number": raw(ROWS)[:-4],
+}
+
+
+@pytest.mark.parametrize(("engine", "name"), [*(("vllm", name) for name in HOSTILE), *(("sglang", name) for name in HOSTILE_SGLANG)])
+def test_hostile_answers_are_refused(engine: str, name: str) -> None:
+    read, hostile = (read_vllm_experts, HOSTILE) if engine == "vllm" else (read_sglang_experts, HOSTILE_SGLANG)
+    tracemalloc.start()
+    try:
+        with pytest.raises(EngineError):
+            read(hostile[name], ROUTERS, 6)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_routers_are_found_in_the_config_and_the_names_of_tensors() -> None:

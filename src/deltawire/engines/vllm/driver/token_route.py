@@ -63,6 +63,8 @@ def read_choice(choice: Mapping[str, Any]) -> LabelledTokens:
         raise EngineError(f"the answer of the vLLM server cannot be read: {error!r}.") from error
     if len(logprobs) != len(tokens) or reason not in ("stop", "length"):
         raise EngineUnavailable(f"the vLLM server ended a completion early ({reason}).")
-    if spans is not None and [position for span in spans for position in range(span.start, span.end)] != list(range(len(tokens))):
-        raise EngineError("the vLLM server does not report the weights of every token.")
+    if spans is not None:
+        edges = [0, *(span.end for span in spans)]
+        if [span.start for span in spans] != edges[:-1] or edges != sorted(edges) or edges[-1] != len(tokens):
+            raise EngineError("the vLLM server does not report the weights of every token.")
     return LabelledTokens(tokens, logprobs, spans, reason == "stop", choice.get("routed_experts"))
