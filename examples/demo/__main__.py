@@ -10,23 +10,28 @@ import json
 import shutil
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
 from conductor import Conductor, Plan
-from report import write_report
 from rich.console import Console
 from story import Story
 from view import JsonView, LineView, LiveView, View
 
+from deltawire.dashboard import Observer, write_report
 from deltawire.errors import DeltawireError
 from deltawire.quantise.recipe import SPELLINGS
 from deltawire.store import open_store
 from deltawire.store.probe import probe
 
 ROOT = Path(__file__).resolve().parents[2]
+LOOK = 1.0
+"""Seconds between two looks at the store, for the report."""
 
 
 def main() -> int:
@@ -55,14 +60,16 @@ def main() -> int:
     console = Console(highlight=False)
     view: View = JsonView() if arguments.json else LiveView(console) if console.is_terminal else LineView(console)
     conductor = Conductor(plan, view)
+    report = arguments.out / "report.html"
     try:
-        with view:
-            story = conductor.run()
+        with _observing(plan.store) as observer:
+            with view:
+                story = conductor.run()
+            observer.look()
+            write_report(observer, report, notes=[_proof(story)])
     except (KeyboardInterrupt, SystemExit) as stopped:
         Console(stderr=True).print("interrupted; all processes of the demo have ended", style="yellow")
         return 128 + signal.SIGTERM if isinstance(stopped, SystemExit) else 128 + signal.SIGINT
-    report = arguments.out / "report.html"
-    write_report(story, report)
     if arguments.json:
         print(json.dumps(summary(story, report)))
     else:
@@ -70,6 +77,24 @@ def main() -> int:
     for name, output in conductor.failures().items():
         Console(stderr=True).print(f"{name} failed:\n{output}", style="red", markup=False)
     return 0 if story.proof is not None and story.proof.holds else 1
+
+
+@contextmanager
+def _observing(url: str) -> Iterator[Observer]:
+    """Watch the run through its store, as `deltawire dashboard` does, for the report at the end."""
+    stop = threading.Event()
+    with open_store(url) as store, Observer(store) as observer:
+        thread = threading.Thread(target=observer.follow, args=(stop, LOOK), name="demo-observer")
+        thread.start()
+        try:
+            yield observer
+        finally:
+            stop.set()
+            thread.join()
+
+
+def _proof(story: Story) -> str:
+    return story.proof.line() if story.proof is not None else "NOT PROVEN: the run did not finish"
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
@@ -131,7 +156,7 @@ def summary(story: Story, report: Path) -> dict[str, Any]:
 
 def _print_results(console: Console, story: Story, plan: Plan, report: Path) -> None:
     style = "green" if story.proof is not None and story.proof.holds else "red"
-    console.print(story.proof.line() if story.proof is not None else "NOT PROVEN: the run did not finish", style=style, soft_wrap=True)
+    console.print(_proof(story), style=style, soft_wrap=True)
     if story.steps:
         density = (
             f"{100 * median(story.densities):.2f}% of the weights changed in a step, {story.reduction:.0f}× fewer bytes than full weights"
@@ -141,7 +166,7 @@ def _print_results(console: Console, story: Story, plan: Plan, report: Path) -> 
         policy = f"the {story.recipe} policy" if story.recipe else "the policy in bf16"
         console.print(f"mismatch between the trainer and {policy}: {median(story.mismatches):.2g} nats per token", soft_wrap=True)
     console.print(f"report     {_short(report)}", soft_wrap=True)
-    console.print(f"the store  deltawire log {plan.store}", soft_wrap=True)
+    console.print(f"the store  deltawire dashboard --from {plan.store}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Collects the events of the demo's processes into the story of a run, which the view and the report show. Pure.
+"""Collects the events of the demo's processes into the story of a run, which the view shows. Pure.
 
 Every event is a dict: "event" is its name, "from" is the process that reported it, and "at" is its time in seconds since the demo started.
 """
@@ -27,9 +27,6 @@ class TrainedStep:
     changed: int
     bytes: int
     state_bytes: int
-    idle_seconds: float
-    train_seconds: float
-    publish_seconds: float
     mismatch_kl: float | None = None
 
 
@@ -71,8 +68,6 @@ class MemberStory:
     works: list[Work] = field(default_factory=list)
     fetched_bytes: int = 0
     syncs: int = 0
-    rate: float | None = None
-    share: float = 0.0
     digest: str | None = None
 
     @property
@@ -135,8 +130,6 @@ class Story:
     """The share that is done, and the loss in nats per token."""
     steps: list[TrainedStep] = field(default_factory=list)
     newest_step: int = 0
-    shipped: Counter[str] = field(default_factory=Counter)
-    """Bytes that the trainer wrote to the store, by kind."""
     members: dict[str, MemberStory] = field(default_factory=dict)
     accepted: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
@@ -144,8 +137,6 @@ class Story:
     """The members whose results were accepted, by round and task."""
     marks: list[tuple[float, str]] = field(default_factory=list)
     """The times and texts of important events."""
-    samples: list[tuple[int, str, str, float]] = field(default_factory=list)
-    """(step, prompt, completion, reward) of some completions."""
     proof: Proof | None = None
     _end: Told | None = None
     _troubles: set[str] = field(default_factory=set)
@@ -228,30 +219,14 @@ class Story:
         self.weights, self.state_bytes, self.reward_name = event["weights"], event["state_bytes"], event["reward"]
 
     def _on_published(self, event: Told) -> None:
-        self.shipped["full checkpoints" if event["kind"] == "anchor" else "deltas"] += event["bytes"]
         self.stage = "training"
         self.state_bytes = event["state_bytes"]
         self.newest_step = max(self.newest_step, event["step"] or 0)
         for member in self.members.values():
             self._note_lag(member, event["at"])
 
-    def _on_anchored(self, event: Told) -> None:
-        self.shipped["full checkpoints"] += event["bytes"]
-
-    def _on_skip_made(self, event: Told) -> None:
-        self.shipped["skips"] += event["bytes"]
-
     def _on_trained(self, event: Told) -> None:
         self.steps.append(TrainedStep(**{name: event.get(name) for name in TrainedStep.__slots__}))
-
-    def _on_sample(self, event: Told) -> None:
-        self.samples.append((event["step"], event["prompt"], event["completion"], event["reward"]))
-
-    def _on_fleet(self, event: Told) -> None:
-        for seen in event["members"]:
-            if seen["member"] in self.members:
-                member = self.members[seen["member"]]
-                member.rate, member.share = seen["rate"], seen["share"]
 
     def _on_rollout_accepted(self, event: Told) -> None:
         self.accepted += 1

@@ -6,9 +6,6 @@ import argparse
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +22,6 @@ from deltawire.rl.trainer import GrpoTrainer
 from deltawire.tensors.state import state_digest
 from deltawire.trainers import WeightSource
 
-SHOWN = 3
-"""The number of prompts that are completed before and after training, to show the difference."""
 PATIENCE = 120.0
 """Members have this many seconds to load the newest version."""
 
@@ -45,7 +40,6 @@ def main() -> None:
     tell("model", weights=weights, state_bytes=2 * weights, reward=task.known_words.__name__)
     policy.pretrain(model, arguments.pretraining, _progress())
     torch.set_num_threads(1)  # members run from now on, too
-    _show(model, 0)
     with GrpoTrainer(
         model,
         task.rows(),
@@ -56,15 +50,13 @@ def main() -> None:
         quantise=arguments.quantise,
         on_event=tell_event,
     ) as trainer:
-        with _told_every_second(trainer):
-            _wait_for_members(trainer, arguments.members, stop)  # otherwise the first member would do all the work on a busy machine
-            trainer.train(until=arguments.steps, stop=stop.is_set)
-            if trainer.step == arguments.steps:
-                _wait_for_members(trainer, arguments.members, stop)
+        _wait_for_members(trainer, arguments.members, stop)  # otherwise the first member would do all the work on a busy machine
+        trainer.train(until=arguments.steps, stop=stop.is_set)
+        if trainer.step == arguments.steps:
+            _wait_for_members(trainer, arguments.members, stop)
         if trainer.step == arguments.steps:
             digest, published = _digests(model, arguments.url, arguments.quantise)
             tell("finished", step=trainer.step, digest=digest, published=published)
-            _show(model, trainer.step)
         trainer.stop_members()
 
 
@@ -106,24 +98,6 @@ def _attachments(model: Any) -> dict[str, bytes]:
         return model_files(Path(folder))
 
 
-@contextmanager
-def _told_every_second(trainer: GrpoTrainer) -> Iterator[None]:
-    """Report the members as the trainer sees them."""
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(1.0):
-            tell("fleet", members=[asdict(member) for member in trainer.coordinator.members()])
-
-    thread = threading.Thread(target=watch, name="demo-fleet")
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def _wait_for_members(trainer: GrpoTrainer, count: int, stop: threading.Event) -> None:
     """Wait until this many members have the newest version, or patience ends. The proof at the end shows which members do not have it."""
     deadline = time.monotonic() + PATIENCE
@@ -132,22 +106,6 @@ def _wait_for_members(trainer: GrpoTrainer, count: int, stop: threading.Event) -
         alive = [member for member in trainer.coordinator.members() if member.alive]
         if len(alive) >= count and all(member.seq == trainer.version.seq for member in alive):
             return
-
-
-def _show(model: Any, step: int) -> None:
-    """Complete the same prompts with the same random numbers each time."""
-    tokenizer = task.tokenizer()
-    rows = task.rows()
-    for number in range(SHOWN):
-        prompt = rows[number * len(rows) // SHOWN]["prompt"]
-        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        chance = torch.Generator().manual_seed(number)
-        with torch.inference_mode():
-            for _ in range(2 * SETTINGS.max_completion_length):
-                chances = model(input_ids=ids).logits[0, -1].softmax(-1)
-                ids = torch.cat([ids, torch.multinomial(chances, 1, generator=chance)[None]], -1)
-        completion = tokenizer.decode(ids[0, len(tokenizer(prompt)["input_ids"]) :])
-        tell("sample", step=step, prompt=prompt, completion=completion, reward=task.known_words([completion])[0])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from statistics import median
 from types import TracebackType
 from typing import Any, Protocol
 
-from plots import clock
 from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 from rich.live import Live
@@ -21,6 +20,11 @@ from story import MemberStory, Story, TrainedStep
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PLOT_ROWS, _LAST_MARKS = 5, 4
 COLOURS = ("blue", "yellow", "magenta", "green")
+
+
+def clock(seconds: float) -> str:
+    """Return minutes and seconds, such as 1:05."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 class View(Protocol):

@@ -21,7 +21,7 @@ def text(tmp_path: Path) -> str:
     run.publish({"note": f"</script>{MARKUP}"})
     with Observer(run.store) as observer:
         observer.look()
-        found = report_text(observer, details=1)
+        found = report_text(observer, details=1, notes=[f"a note: {MARKUP}"])
     run.close()
     return found
 
@@ -31,6 +31,7 @@ def test_the_data_cannot_leave_their_element(text: str) -> None:
     assert found is not None
     data = json.loads(found[1])
     assert data["status"]["run"] == f"</script>{MARKUP}"
+    assert data["notes"] == [f"a note: {MARKUP}"]
     assert MARKUP not in text
     assert list(data["details"]) == ["2"]
 

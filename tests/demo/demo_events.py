@@ -35,7 +35,6 @@ def run(steps: int = 20, *, digests: dict[str, str | None] | None = None, publis
     tell("demo", "process-started", who="trainer", part="", late=False, pid=2)
     tell("trainer", "model", weights=WEIGHTS, state_bytes=STATE_BYTES, reward="known_words")
     tell("trainer", "pretraining", share=0.5, loss=2.5)
-    tell("trainer", "sample", step=0, prompt="a <b>", completion="c & d\ne", reward=0.1)
     tell("trainer", "published", kind="anchor", step=0, seq=1, bytes=STATE_BYTES + 100, state_bytes=STATE_BYTES, changed=0)
     for member in living:
         tell(member, "joined", member=member, rewards="known_words")
@@ -59,7 +58,6 @@ def run(steps: int = 20, *, digests: dict[str, str | None] | None = None, publis
         tell("trainer", "published", kind="delta", step=step, seq=step + 1, **sizes)
         seconds = {"idle_seconds": 0.2, "train_seconds": 0.5, "publish_seconds": 0.01}
         tell("trainer", "trained", step=step, reward=0.1 + step / 100, tokens=200, lag=0.5, mismatch_kl=1e-3, **sizes, **seconds)
-        tell("trainer", "fleet", members=[{"member": name, "rate": 100.0, "share": 0.3} for name in living])
         for member in living[:: 1 + step % 2]:
             swap(member, step, 10_000 + step)
     tell("trainer", "finished", step=steps, digest=DIGEST, published=published)

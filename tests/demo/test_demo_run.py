@@ -113,7 +113,20 @@ def test_a_short_demo_ends_with_members_that_are_bit_identical_to_the_trainer(tm
 
     out = tmp_path / "out"
     assert {path.name for path in out.iterdir()} == {"demo", "logs", "report.html", "store"}
-    assert 'class="proof holds"' in (out / "report.html").read_text()
+    report = _embedded(out / "report.html")
+    assert "bit-identical to the trainer: 3 ×" in report["notes"][0]
+    assert report["chain"]["version"] == 7
+    assert {one["name"] for one in report["members"]["shown"]} == {"steady", "slow", "unlucky", "newcomer"}
+    assert [entry["metrics"]["reward"] for entry in report["chain"]["entries"] if entry["step"]] == [
+        event["reward"] for event in told if event["event"] == "trained"
+    ]
+
+
+def _embedded(report: Path) -> dict[str, Any]:
+    """Return the data in a report."""
+    _, _, rest = report.read_text().partition('<script type="application/json" id="data">')
+    found: dict[str, Any] = json.loads(rest.partition("</script>")[0])
+    return found
 
 
 @pytest.mark.parametrize("recipe", [None, "int4"])

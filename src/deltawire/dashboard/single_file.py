@@ -7,18 +7,20 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import DeltawireError
 from .observer import Observer
 from .page_files import DOCUMENT, SCRIPTS, STYLE, page_file
+from .plain_values import short
 
 _MOST_DETAIL_BYTES = 16 << 20
 """The details of versions in one file take at most this many bytes."""
 
 
-def write_report(observer: Observer, path: Path | str, *, details: int = 8) -> int:
+def write_report(observer: Observer, path: Path | str, *, details: int = 8, notes: Sequence[str] = ()) -> int:
     """Write what an observer has seen to one HTML file. Return the number of its bytes.
 
     An existing file is replaced only when the new one is complete.
@@ -31,8 +33,10 @@ def write_report(observer: Observer, path: Path | str, *, details: int = 8) -> i
         The file.
     details
         The number of newest versions whose details the file holds.
+    notes
+        Sentences of your own, which stand at the top of the page.
     """
-    text = report_text(observer, details=details).encode()
+    text = report_text(observer, details=details, notes=notes).encode()
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, staged = tempfile.mkstemp(prefix=".report-", suffix=".html", dir=target.parent)
@@ -47,7 +51,7 @@ def write_report(observer: Observer, path: Path | str, *, details: int = 8) -> i
     return len(text)
 
 
-def report_text(observer: Observer, *, details: int = 8) -> str:
+def report_text(observer: Observer, *, details: int = 8, notes: Sequence[str] = ()) -> str:
     """Return the page with its data as one HTML document.
 
     Parameters
@@ -56,8 +60,10 @@ def report_text(observer: Observer, *, details: int = 8) -> str:
         What to write.
     details
         The number of newest versions whose details the document holds.
+    notes
+        Sentences of your own, which stand at the top of the page.
     """
-    sections = observer.sections()
+    sections = observer.sections() | {"notes": [short(note, 1000) for note in notes]}
     sections["details"] = _details(observer, details)
     style, scripts = page_file(STYLE), [page_file(name) for name in SCRIPTS]
     policy = (

@@ -91,8 +91,10 @@ function follow() {
 async function start() {
   const embedded = $("data");
   if (embedded) {
-    const { details, ...sections } = JSON.parse(embedded.textContent);
+    const { details, notes, ...sections } = JSON.parse(embedded.textContent);
     page.saved = details;
+    $("notes").hidden = !notes.length;
+    $("notes").replaceChildren(...notes.map((text) => el("p", { text })));
     take(sections);
     draw(Object.keys(DRAWN_BY));
     return;
