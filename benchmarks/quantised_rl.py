@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import numpy as np
 import torch
 from report import Table, keep, show
 from served_weights import copy_served, named
@@ -32,6 +33,7 @@ from served_weights import copy_served, named
 from deltawire.dtypes import dtype_named
 from deltawire.quantise import QuantisedLayout, dequantise_state, quantise_state
 from deltawire.rl.grpo import GrpoLoss, group_advantages, token_logprobs
+from deltawire.rl.mismatch import TokenMismatch
 from deltawire.tensors.torch_types import to_torch
 
 DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo"
@@ -90,7 +92,7 @@ class Run:
             parameter.data = parameter.data.bfloat16()
         specs = {each: (dtype_named("F32"), tuple(weight.shape)) for each, weight in named(own).items()}
         layout = None if recipe == "bf16" else QuantisedLayout.of(recipe, specs)
-        optimizer = torch.optim.AdamW(own.parameters(), lr=size.learning_rate, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(own.parameters(), lr=size.learning_rate, weight_decay=0.0, fused=True)
         return cls(name, own, served, optimizer, GrpoLoss(importance_sampling_correction=not name.endswith("-")), layout)
 
     @torch.no_grad()
@@ -107,11 +109,19 @@ class Run:
         else:
             copy_served(self.layout, weights, served)
 
+    def draw(self, ids: torch.Tensor, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw tokens from the served policy. Return them with their log-probs."""
+        return complete(self.served, ids, count, seed)
+
+    def logprobs(self, whole: torch.Tensor, here: slice) -> torch.Tensor:
+        """Return the log-probs of some rows in the trainer's policy."""
+        return token_logprobs(self.model, whole[here], torch.ones_like(whole[here]))
+
     def step(self, ids: torch.Tensor, size: Size, seed: int) -> None:
         start = time.monotonic()
         self.publish()
         published = time.monotonic()
-        tokens, behaviour = complete(self.served, ids, size.tokens, seed)
+        tokens, behaviour = self.draw(ids, size.tokens, seed)
         drawn = time.monotonic()
         rewards = torch.tensor(task.known_words(task_tokenizer().batch_decode(tokens.tolist())), dtype=torch.float64)
         groups = torch.arange(len(ids)) // size.samples
@@ -123,20 +133,25 @@ class Run:
         padded[:, ids.shape[1] - 1 :] = behaviour
         self.optimizer.zero_grad()
         total = int(mask.sum())
-        sums = {"mismatch_kl": 0.0, "importance": 0.0, "truncated": 0.0}
+        parts = []
         for start_row in range(0, len(whole), _MICRO_BATCH):
             here = slice(start_row, start_row + _MICRO_BATCH)
-            current = token_logprobs(self.model, whole[here], torch.ones_like(whole[here]))
+            current = self.logprobs(whole, here)
             terms = self.loss(current, padded[here], advantages[here], mask[here], tokens=total)
             terms.loss.backward()
-            for name, each in (("mismatch_kl", terms.mismatch), ("importance", terms.weight), ("truncated", terms.truncated)):
-                sums[name] += each / total
+            drift, truncated = (each[mask[here]].cpu().numpy() for each in (terms.drift.double(), terms.is_truncated))
+            parts.append(TokenMismatch(drift, truncated, np.zeros(len(drift), np.int64), np.zeros(len(drift), np.int64)))
+        mismatch = TokenMismatch.join(parts).measure()
+        assert mismatch is not None
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.steps.append(
             {
                 "reward": float(rewards.mean()),
-                **sums,
+                "mismatch_kl": mismatch.kl,
+                "truncated": mismatch.truncated_ratio,
+                "logp_difference_max": mismatch.logp_difference_max,
+                "ess": mismatch.ess,
                 "publish_seconds": published - start,
                 "draw_seconds": drawn - published,
                 "train_seconds": time.monotonic() - drawn,
@@ -192,7 +207,7 @@ def new_model(size: Size, device: str) -> Any:
 def pretrain(model: Any, size: Size, steps: int) -> float:
     """Train the model on the documentation, letter by letter. Return the last loss in nats per letter."""
     letters = torch.tensor(task_tokenizer()(task.text())["input_ids"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=size.pretraining_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=size.pretraining_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     loss = torch.zeros(())
     for step in range(steps):
         starts = torch.randint(0, len(letters) - size.columns, (size.rows,))
@@ -208,15 +223,16 @@ def pretrain(model: Any, size: Size, steps: int) -> float:
     return loss.item()
 
 
-def take_turns(runs: list[Run], size: Size, steps: int, deadline: float) -> None:
-    """Let each run make one step at a time. Stop before the deadline, which is a time of `time.time`."""
+def take_turns(runs: Sequence[Run], size: Size, steps: int, deadline: float, seed: int = 0) -> None:
+    """Let each run make one step at a time. Stop before the deadline, which is a time of `time.time`. The seed chooses prompts and tokens."""
     rows = [row["prompt"] for row in task.rows()]
     for step in range(steps):
         turn = time.time()
-        prompts = random.Random(step).sample(rows, size.prompts)
+        chance = step + 1_000_000 * seed
+        prompts = random.Random(chance).sample(rows, size.prompts)
         ids = torch.tensor(task_tokenizer()(prompts)["input_ids"]).repeat_interleave(size.samples, 0).to(runs[0].model.device)
         for run in runs:
-            run.step(ids, size, seed=step)
+            run.step(ids, size, seed=chance)
         now = time.time()
         if step % 20 == 0:
             print(f"step {step + 1}:", *(f"{run.name} {run.steps[-1]['reward']:.3f}" for run in runs), flush=True)
