@@ -224,7 +224,7 @@ def pretrain(model: Any, size: Size, steps: int) -> float:
 
 
 def take_turns(runs: Sequence[Run], size: Size, steps: int, deadline: float, seed: int = 0) -> None:
-    """Let each run make one step at a time. Stop before the deadline, which is a time of `time.time`. The seed chooses prompts and tokens."""
+    """Let each run make one step at a time, with prompts by the seed. Stop before the deadline, which is a time of `time.time`."""
     rows = [row["prompt"] for row in task.rows()]
     for step in range(steps):
         turn = time.time()

@@ -1,10 +1,11 @@
 """GRPO with a mixture of experts, with and without router replay: rewards and mismatch of each step, for several seeds.
 
-    python benchmarks/router_replay_training.py --threads 1     # 106 M weights, six runs of 100 steps, about 40 minutes of one core
+    python benchmarks/router_replay_training.py --threads 1     # 106 M weights, six runs of 100 steps, about 20 minutes of one core
 
-All runs start from the same pre-trained weights. A step is synchronous: the engine has the trainer's weights, quantised by `quantise_state`,
-computes in bfloat16 and records its experts. The trainer computes in float32. Two runs with the same seed have the same prompts.
-Each run that is done is kept in a folder, so the benchmark continues after an interruption.
+All runs start from the same pre-trained weights. A step is synchronous: the engine has the trainer's weights, which `quantise_state` has
+quantised, computes in bfloat16 and records its experts. The trainer computes in float32. Two runs with the same seed have the same prompts.
+Each run that is done is kept in a folder, so the benchmark continues after an interruption. `--modes` divides the runs among processes:
+the table has all runs of the folder.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
@@ -28,10 +30,10 @@ from report import RESULTS, Table, keep, show
 
 from deltawire.rl.router_replay import NO_EXPERT, RouterReplay
 
-SIZE = Size(256, 6, 4, 150, 24, 96, 2e-3, 6, 8, 24, 3e-5)
+SIZE = Size(256, 6, 4, 150, 24, 96, 2e-3, 4, 8, 16, 3e-5)
 EXPERTS, TOP_K, EXPERT_WIDTH = 128, 4, 176
 RECIPE = "fp8-block"
-MODES = ("own routing", "replay")
+MODES = ("own", "replay")
 SEEDS = (0, 1, 2)
 WINDOW = 10
 """The number of steps over which rewards are averaged, because those of one step depend on its prompts."""
@@ -122,27 +124,36 @@ def pretrained(folder: Path, size: Size, experts: int = EXPERTS) -> Any:
     return model
 
 
-def measure(folder: Path, size: Size = SIZE, steps: int = 100, seeds: tuple[int, ...] = SEEDS, experts: int = EXPERTS) -> Table:
-    """Make all runs that the folder does not have, and return the table of all."""
+def make_runs(
+    folder: Path,
+    size: Size = SIZE,
+    steps: int = 100,
+    seeds: Sequence[int] = SEEDS,
+    modes: Sequence[str] = MODES,
+    experts: int = EXPERTS,
+) -> int:
+    """Make the runs that the folder does not have yet. Return the number of weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    runs: dict[str, list[list[dict[str, float]]]] = {mode: [] for mode in MODES}
     model = pretrained(folder, size, experts)
     for seed in seeds:
-        for mode in MODES:
-            file = folder / f"{mode.replace(' ', '-')}-{seed}.json"
-            if not file.exists():
-                began = time.time()
-                run = MoeRun.of(RECIPE, model, size)
-                run.replays = mode == "replay"
-                take_turns([run], size, steps, math.inf, seed)
-                print(f"{mode}, seed {seed}: {time.time() - began:.0f} s", flush=True)
-                file.with_suffix(".new").write_text(json.dumps(run.steps))
-                file.with_suffix(".new").rename(file)
-            runs[mode].append(json.loads(file.read_text()))
-    return table_of(runs, sum(weight.numel() for weight in model.parameters()), steps, experts)
+        for mode in modes:
+            file = folder / f"{mode}-{seed}.json"
+            if file.exists():
+                continue
+            began = time.time()
+            run = MoeRun.of(RECIPE, model, size)
+            run.replays = mode == "replay"
+            take_turns([run], size, steps, math.inf, seed)
+            print(f"{mode}, seed {seed}: {time.time() - began:.0f} s", flush=True)
+            file.with_suffix(".new").write_text(json.dumps(run.steps))
+            file.with_suffix(".new").rename(file)
+    return sum(weight.numel() for weight in model.parameters())
 
 
-def table_of(runs: dict[str, list[list[dict[str, float]]]], weights: int, steps: int, experts: int) -> Table:
+def table_of(folder: Path, weights: int, experts: int = EXPERTS) -> Table:
+    """Return the table of all runs in the folder."""
+    runs = {mode: [json.loads(file.read_text()) for file in sorted(folder.glob(f"{mode}-*.json"))] for mode in MODES}
+    steps = min(len(run) for each in runs.values() for run in each)
     marks = [steps * quarter // 4 for quarter in (1, 2, 3, 4)]
     table = Table(
         "router-replay-training",
@@ -161,7 +172,7 @@ def table_of(runs: dict[str, list[list[dict[str, float]]]], weights: int, steps:
         windows = [slice(0, WINDOW), *(slice(max(0, mark - WINDOW), mark) for mark in marks)]
         table.rows.append(
             [
-                {"own routing": "its own routing", "replay": "the engine's routing (replay)"}[mode],
+                {"own": "its own routing", "replay": "the engine's routing (replay)"}[mode],
                 *(_spread([_mean(run[here], "reward") for run in each], "{:.3f}") for here in windows),
                 _spread([100 * _mean(run, "differing") for run in each], "{:.2f}", "%"),
                 _spread([_mean(run, "mismatch_kl") for run in each], "{:.2e}"),
@@ -169,12 +180,10 @@ def table_of(runs: dict[str, list[list[dict[str, float]]]], weights: int, steps:
                 _spread([_mean(run, "ess") for run in each], "{:.5f}"),
             ]
         )
-    seconds = {
-        kind: mean(_mean(run, f"{kind}_seconds") for each in runs.values() for run in each) for kind in ("publish", "draw", "train")
-    }
+    seconds = {kind: mean(_mean(run, f"{kind}_seconds") for each in runs.values() for run in each) for kind in ("publish", "draw", "train")}
     table.notes.append(
-        f"Means and standard deviations of {len(runs['replay'])} seeds. Rewards are means of the {WINDOW} steps up to the named one; the other "
-        "columns are means of all steps, and max |Δlogp| is the largest of all tokens of a run. A step took "
+        f"Means and standard deviations of {len(runs['replay'])} seeds. Rewards are means of the {WINDOW} steps up to the named one; "
+        "the other columns are means of all steps, and max |Δlogp| is the largest of all tokens of a run. A step took "
         + ", ".join(f"{value:.2f} s to {kind}" for kind, value in seconds.items())
         + "."
     )
@@ -203,6 +212,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100, help="steps of each run")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=list(MODES), help="whether the trainer uses its own routing, or replays"
+    )
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument(
         "--folder",
@@ -213,10 +225,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    table = measure(arguments.folder, steps=arguments.steps, seeds=tuple(arguments.seeds))
-    show(table)
-    keep(table)
-    keep_steps(arguments.folder)
+    weights = make_runs(arguments.folder, steps=arguments.steps, seeds=arguments.seeds, modes=arguments.modes)
+    if tuple(arguments.modes) == MODES:
+        table = table_of(arguments.folder, weights)
+        show(table)
+        keep(table)
+        keep_steps(arguments.folder)
 
 
 if __name__ == "__main__":
