@@ -9,20 +9,19 @@ cannot reach each other's weights. The trainer does reach the server's port for 
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from local_processes import free_port, kill, print_logs, start, start_vllm, wait_for  # noqa: E402
+
 S3 = {"AWS_ACCESS_KEY_ID": "example", "AWS_SECRET_ACCESS_KEY": "example", "AWS_REGION": "us-east-1"}
-VLLM = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def main(steps: int, url: str | None = None) -> None:
@@ -39,10 +38,7 @@ def main(steps: int, url: str | None = None) -> None:
             processes.append(start(folder / "s3.log", ["-m", "moto.server", "-H", "127.0.0.1", "-p", str(s3)], {}))
             wait_for(f"http://127.0.0.1:{s3}/moto-api/", processes[-1])
             httpx.put(f"http://127.0.0.1:{s3}/policy", trust_env=False).raise_for_status()
-        backend = ["--weight-transfer-config", '{"backend": "deltawire"}', "--enforce-eager", "--max-model-len", "256"]
-        backend += ["--enable-scale-out"]  # needed to label samples with the versions that made them
-        command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(vllm), "--host", "127.0.0.1", *backend]
-        processes.append(start(folder / "vllm.log", command, VLLM))
+        processes.append(start_vllm(folder / "vllm.log", model, vllm))
         wait_for(f"{server}/health", processes[-1])
         command = ["-m", "deltawire.cli", "sidecar", "--engine", server, "--from", url, "--mirror", str(folder / "mirror"), "--poll", "0.1"]
         processes.append(start(folder / "sidecar.log", command, bucket))
@@ -50,37 +46,10 @@ def main(steps: int, url: str | None = None) -> None:
         subprocess.run(command, env={**os.environ, **bucket, "HF_HUB_OFFLINE": "1"}, check=True)
         print((folder / "sidecar.log").read_text())
     except BaseException:
-        for log in sorted(folder.glob("*.log")):
-            print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}", file=sys.stderr)
+        print_logs(folder)
         raise
     finally:
-        for process in reversed(processes):
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def start(log: Path, arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with log.open("wb") as output:
-        command = [sys.executable, *arguments]
-        return subprocess.Popen(command, env={**os.environ, **environment}, stdout=output, stderr=output, start_new_session=True)
-
-
-def wait_for(url: str, process: subprocess.Popen[bytes], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            httpx.get(url, timeout=5, trust_env=False).raise_for_status()  # requests to this machine must not go through a proxy
-            return
-        except httpx.HTTPError:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise TimeoutError(f"{url} does not answer") from None
-            time.sleep(0.2)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        kill(reversed(processes))
 
 
 if __name__ == "__main__":

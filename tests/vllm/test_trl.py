@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_example import EXAMPLES, run_example
 from forked_python import ForkedPopen, forked_run
 from live_server import LiveServer, LiveSidecar, wait_until
-from server_nursery import NOT_COMPILED
 from servers import Server
 from tiny_checkpoints import runtime_hashes
 
@@ -26,26 +26,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed"),
 ]
 
-OFFLINE = {"HF_HUB_OFFLINE": "1"}
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trl_vllm_over_bucket"
-WITH_FORKED_PROCESSES = """
-import runpy, subprocess, sys
-
-from forked_python import ForkedPopen
-
-
-class Popen(subprocess.Popen):
-    def __new__(cls, command, **options):
-        if "vllm.entrypoints.openai.api_server" in command:
-            return real(command, **options)
-        return ForkedPopen("trl", command[1:], **options)
-
-
-real, subprocess.Popen = subprocess.Popen, Popen
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""The example as it is, except that its processes other than the server have TRL imported when they start."""
+EXAMPLE = EXAMPLES / "trl_vllm_over_bucket"
 STEPS = 6
 """The number of steps after the checkpoint from which the second trainer starts."""
 
@@ -66,15 +47,12 @@ def trained(arguments: list[Any]) -> list[dict[str, Any]]:
 
 def test_the_example_is_served_every_version_over_a_bucket(seaweedfs: Server) -> None:
     """Trainer, sidecar and server are processes that share only a bucket. The server is started as a user would start it."""
-    command = ["-c", WITH_FORKED_PROCESSES, EXAMPLE / "run.py", "3", seaweedfs.fresh_url()]
-    environment = {**os.environ, **OFFLINE, **NOT_COMPILED, **seaweedfs.environment}
-    done = forked_run("trl", command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=900)
-    assert done.returncode == 0, done.stderr[-6000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+    printed = run_example("trl", "trl_vllm_over_bucket/run.py", 3, seaweedfs.fresh_url(), environment=seaweedfs.environment).splitlines()
+    lines = [json.loads(line) for line in printed if line.startswith('{"')]
     assert [line["step"] for line in lines if "step" in line] == [1, 2, 3]
     assert [line["ratio"] for line in lines if "ratio" in line] == pytest.approx([1.0] * 3, abs=0.05)
     (published,) = [line["published"] for line in lines if "published" in line]
-    swapped = [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith("version ")]
+    swapped = [line.split("  ")[0] for line in printed if line.startswith("version ")]
     assert swapped == [f"version {seq}" for seq in published]
     assert len(published) == 4
 

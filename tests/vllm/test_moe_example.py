@@ -1,0 +1,67 @@
+"""examples/moe_grpo with a real vLLM: experts that the trainer has fused reach the server exactly, and so does the way back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_example import EXAMPLES, run_example
+from live_server import LiveServer
+from model_memory import difference
+
+import deltawire
+from deltawire.chain.reader_options import ReaderOptions
+
+pytestmark = pytest.mark.slow
+
+ARGUMENTS = ["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
+STEPS = 3
+
+
+def bits_of(checkpoint: Path) -> dict[str, Any]:
+    """Return the bits of the parameters that transformers makes of a checkpoint, with fused experts."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    return {name: weight.detach().view(torch.int16).numpy().tobytes() for name, weight in model.named_parameters()}
+
+
+def test_vllm_serves_what_the_trainer_has_fused_and_replay_reduces_the_mismatch(
+    tmp_path: Path, serve: Callable[..., LiveServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(EXAMPLES / "moe_grpo")
+    import tiny_moe
+
+    server = serve(tiny_moe.save(tmp_path / "model"), arguments=ARGUMENTS).wait()
+    printed = run_example(
+        "torch",
+        "moe_grpo/run.py",
+        *("--steps", STEPS, "--folder", tmp_path, "--server", server.url),
+        environment={"XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
+
+    steps = re.findall(r"step (\d+): reward \S+, (\S+)% of decisions replayed", printed)
+    assert [int(step) for step, _ in steps][:STEPS] == list(range(1, STEPS + 1))
+    assert all(float(replayed) > 75 for _, replayed in steps)  # the last token of each completion of 16 tokens has no record
+    table = {line.split()[0]: line.split()[1:] for line in printed.splitlines() if re.match(r"(vllm|transformers) ", line)}
+    assert set(table) == {"vllm", "transformers"}
+    kl_without, kl_with = (sum(int(row[0]) * float(row[column]) for row in table.values()) for column in (2, 3))
+    assert 0 < kl_with < kl_without
+
+    trained = tmp_path / "trained"  # as the trainer's model has written it
+    fresh = serve(trained, arguments=ARGUMENTS).wait()
+    memory = "deltawire_test_memory"
+    for held, wanted in zip(server.routes.call_workers(memory), fresh.routes.call_workers(memory), strict=True):
+        assert any("experts" in path for path in held)
+        assert difference(held, wanted) == []
+    assert server.generate() == fresh.generate()
+    before = serve(tmp_path / "model", arguments=ARGUMENTS).wait()
+    changed = difference(server.routes.call_workers(memory)[0], before.routes.call_workers(memory)[0])
+    assert any("experts" in line for line in changed)  # so the comparison would have shown experts that did not arrive
+
+    deltawire.pull(str(tmp_path / "store"), tmp_path / "pulled", options=ReaderOptions(pin=False))
+    assert bits_of(tmp_path / "pulled") == bits_of(trained)
