@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -45,26 +46,23 @@ class Progress:
     """Prints a line for each step, with the mismatch of each member whose rollouts were trained on."""
 
     def __init__(self) -> None:
-        self._kl: dict[str, float] = {}
+        self._kl: dict[object, list[str]] = defaultdict(list)  # by step, because a step is told after the next one has begun
 
     def __call__(self, event: Event) -> None:
         fields = event.fields
-        if event.name == "mismatch" and fields["by"] == "all":
-            self._kl = {}
-        elif event.name == "mismatch" and fields["by"] == "member":
-            self._kl[str(fields["group"])] = float(fields["kl"])
+        if event.name == "mismatch" and fields["by"] == "member":
+            self._kl[fields["step"]].append(f"{fields['group']} {fields['kl']:.1e}")
         elif event.name == "trained" and fields["reward"] is not None:
             print(
                 f"step {fields['step']}: reward {fields['reward']:.3f}, {fields['routing/replayed_ratio']:.1%} of decisions replayed, "
-                f"{fields['routing/differing_ratio']:.2%} of them differ, KL "
-                + ", ".join(f"{member} {kl:.1e}" for member, kl in sorted(self._kl.items())),
+                f"{fields['routing/differing_ratio']:.2%} of them differ, KL {', '.join(self._kl.pop(fields['step'], []))}",
                 flush=True,
             )
         elif event.name in ("rollout-rejected", "step-skipped", "waiting-for-members"):
             print(event.name, dict(fields), flush=True)
 
 
-def wait_for_members(store: str, members: set[str], step: int = 0, seconds: float = 300) -> None:
+def wait_for_members(store: str, members: set[str], step: int = 0, seconds: float = 600) -> None:
     """Return when all of these members have the version of this step, or a later one."""
     deadline = time.monotonic() + seconds
     with open_store(store) as opened, FleetReader(opened, ReaderOptions().open_log(opened).run.id) as reader:

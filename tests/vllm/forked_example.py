@@ -32,10 +32,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run_example(warm_up: str, script: str, *arguments: Any, environment: Mapping[str, str]) -> str:
+def run_example(warm_up: str, script: Path, *arguments: Any, environment: Mapping[str, str]) -> str:
     """Run a script of an example to its end, and return what it printed. Its processes are forked from the parent with this warm-up."""
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", **NOT_COMPILED, **environment}
-    command = ["-c", _WITH_FORKED_PROCESSES, warm_up, EXAMPLES / script, *arguments]
+    command = ["-c", _WITH_FORKED_PROCESSES, warm_up, script, *arguments]
     done = forked_run(warm_up, command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=900)
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,10 @@ from model_memory import difference
 
 import deltawire
 from deltawire.chain.reader_options import ReaderOptions
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
+
+from markdown_blocks import ROOT, blocks
 
 pytestmark = pytest.mark.slow
 
@@ -37,12 +43,10 @@ def test_vllm_serves_what_the_trainer_has_fused_and_replay_reduces_the_mismatch(
     import tiny_moe
 
     server = serve(tiny_moe.save(tmp_path / "model"), arguments=ARGUMENTS).wait()
-    printed = run_example(
-        "torch",
-        "moe_grpo/run.py",
-        *("--steps", STEPS, "--folder", tmp_path, "--server", server.url),
-        environment={"XDG_CACHE_HOME": str(tmp_path / "cache")},
-    )
+    (block,) = [block for block in blocks(ROOT / "docs/router-replay.md") if block.run_by == "tests/vllm/test_moe_example.py"]
+    _, script, *_ = shlex.split(block.text)
+    smaller = ["--steps", STEPS, "--folder", tmp_path, "--server", server.url]
+    printed = run_example("torch", ROOT / script, *smaller, environment={"XDG_CACHE_HOME": str(tmp_path / "cache")})
 
     steps = re.findall(r"step (\d+): reward \S+, (\S+)% of decisions replayed", printed)
     assert [int(step) for step, _ in steps][:STEPS] == list(range(1, STEPS + 1))

@@ -47,7 +47,7 @@ def trained(arguments: list[Any]) -> list[dict[str, Any]]:
 
 def test_the_example_is_served_every_version_over_a_bucket(seaweedfs: Server) -> None:
     """Trainer, sidecar and server are processes that share only a bucket. The server is started as a user would start it."""
-    printed = run_example("trl", "trl_vllm_over_bucket/run.py", 3, seaweedfs.fresh_url(), environment=seaweedfs.environment).splitlines()
+    printed = run_example("trl", EXAMPLE / "run.py", 3, seaweedfs.fresh_url(), environment=seaweedfs.environment).splitlines()
     lines = [json.loads(line) for line in printed if line.startswith('{"')]
     assert [line["step"] for line in lines if "step" in line] == [1, 2, 3]
     assert [line["ratio"] for line in lines if "ratio" in line] == pytest.approx([1.0] * 3, abs=0.05)
