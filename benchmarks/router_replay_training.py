@@ -164,7 +164,7 @@ def table_of(folder: Path, weights: int, experts: int = EXPERTS) -> Table:
             *(f"at {mark}" for mark in marks),
             "decisions that differ",
             "k3 KL",
-            "max |Δlogp|",
+            "largest Δlogp",
             "ESS",
         ],
     )
@@ -180,12 +180,9 @@ def table_of(folder: Path, weights: int, experts: int = EXPERTS) -> Table:
                 _spread([_mean(run, "ess") for run in each], "{:.5f}"),
             ]
         )
-    seconds = {kind: mean(_mean(run, f"{kind}_seconds") for each in runs.values() for run in each) for kind in ("publish", "draw", "train")}
     table.notes.append(
         f"Means and standard deviations of {len(runs['replay'])} seeds. Rewards are means of the {WINDOW} steps up to the named one; "
-        "the other columns are means of all steps, and max |Δlogp| is the largest of all tokens of a run. A step took "
-        + ", ".join(f"{value:.2f} s to {kind}" for kind, value in seconds.items())
-        + "."
+        "the other columns are means of all steps, and the largest Δlogp is that of all tokens of a run, without its sign."
     )
     return table
 
