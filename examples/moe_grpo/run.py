@@ -2,7 +2,7 @@
 
     python examples/moe_grpo/run.py [--steps 20]
 
-It takes about two minutes on two free cores. A small Qwen3-MoE is made, and vLLM's CPU build serves it. Both members record which experts
+It takes a few minutes on two cores. A small Qwen3-MoE is made, and vLLM's CPU build serves it. Both members record which experts
 processed each token. At the end, a table shows the mismatch of trainer and engines on the same tokens, without and with replay.
 """
 
@@ -12,6 +12,8 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+
+import httpx
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
@@ -34,6 +36,7 @@ def main(steps: int, folder: Path, store: str, server: str | None) -> None:
             print("starting vLLM", flush=True)
             processes.append(start_vllm(folder / "vllm-server.log", model, port, "--logprobs-mode", "processed_logprobs"))
             wait_for(f"{server}/health", processes[-1])
+        warm_up(server)
         engines = {"vllm": f"vllm={server}", "transformers": "transformers"}
         for name, engine in engines.items():
             command = ["-m", "deltawire.cli", "member", "--from", store, "--engine", engine, "--name", name, "--poll", "0.1"]
@@ -47,6 +50,13 @@ def main(steps: int, folder: Path, store: str, server: str | None) -> None:
         raise
     finally:
         kill(reversed(processes))
+
+
+def warm_up(server: str) -> None:
+    """Let the server make a completion, because the first one takes seconds, and the trainer would take vLLM for slow."""
+    model = httpx.get(f"{server}/v1/models", timeout=60, trust_env=False).raise_for_status().json()["data"][0]["id"]
+    request = {"model": model, "prompt": [1, 2], "max_tokens": 4}
+    httpx.post(f"{server}/v1/completions", json=request, timeout=300, trust_env=False).raise_for_status()
 
 
 if __name__ == "__main__":
