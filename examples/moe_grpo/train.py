@@ -23,7 +23,7 @@ SETTINGS = GrpoSettings(
     prompts=8, num_generations=8, tasks=4, max_completion_length=16, learning_rate=1e-3, max_staleness=1, router_replay=True
 )
 FLEET = FleetOptions(poll_seconds=0.1, keep_steps=64)
-SCHEDULER = Scheduler(beta=0.5, straggler=100.0, rest_seconds=0.5)
+SCHEDULER = Scheduler(beta=0.5, straggler=1000.0, rest_seconds=0.5)
 """All members share the cores of one machine, so none repeats the work of a slow one, and a slow one is soon tried again."""
 
 
