@@ -124,6 +124,7 @@ def ablations(emulation: Emulation, options: Options) -> Iterator[Ablation]:
     """Measure the largest size with one stream and with several, and with and without relays; and cut-through with a smaller size."""
     rate, versions = options.loop_rate, options.versions
     emulation.shape(rate, RTTS)
+    begin_run(emulation, emulation.copies, is_decoded=False)
     several = deltas(emulation, rate, versions, is_decoded=False)
     one = deltas(emulation, rate, versions, is_decoded=False, store={"streams": 1})
     yield Ablation("several streams instead of one", one, several)
