@@ -13,11 +13,13 @@ pytest.importorskip("accelerate", reason="accelerate is not installed, which the
 
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import Fenced, PublisherClosed
+from deltawire.events import tell_all
 from deltawire.publish import Publisher
 from deltawire.store import open_store
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber, reading_mirror
 from deltawire.subscribe.model_files import read_model_files
+from deltawire.telemetry.trackers import Tracker
 from deltawire.trainers import DeltaWireCallback
 
 TRAINER_WARNS = pytest.mark.filterwarnings("default", "ignore::deltawire.warnings.DenseUpdates", "ignore::deltawire.warnings.WideWeights")
@@ -156,3 +158,28 @@ def test_a_tokenizer_that_changes_in_training_is_published_as_it_is() -> None:
 def test_every_must_be_positive() -> None:
     with pytest.raises(ValueError, match="every"):
         DeltaWireCallback("memory://callback", 0)
+
+
+@TRAINER_WARNS
+def test_trackers_join_the_run_of_the_trainer_when_training_begins(tmp_path: Path) -> None:
+    class Joining(Tracker):
+        def __init__(self) -> None:
+            super().__init__()
+            self.runs: list[str] = []
+            self.logged: list[float] = []
+
+        def join(self) -> None:
+            self.runs.append(threading.current_thread().name)
+
+        def close(self) -> None: ...
+
+        def _log(self, metrics: dict[str, float], step: int | None, event: Any) -> None:
+            assert self.runs, "an event came before the trainer's run was looked for"
+            self.logged.append(metrics["deltawire/publish/bytes"])
+
+        def _alert(self, title: str, text: str) -> None: ...
+
+    tracker = Joining()
+    train(tmp_path / "out", DeltaWireCallback(tmp_path / "chain", dtype=torch.bfloat16, on_event=tell_all(tracker, None, print)), steps=1)
+    assert tracker.runs == [threading.current_thread().name]
+    assert tracker.logged

@@ -6,10 +6,10 @@ registry.py   `REGISTRY`: every kind of event, and the check of an event against
 kinds/        the kinds: one file for each part of the library, and the fields that several kinds share
 """
 
-from .event import Event, OnEvent, emit, tell_all, with_fields
+from .event import Event, Listeners, OnEvent, emit, tell_all, with_fields
 from .kinds.kind import Value
 from .log_lines import log_events
 from .printable import printable
 from .stopwatch import Stopwatch
 
-__all__ = ["Event", "OnEvent", "Stopwatch", "Value", "emit", "log_events", "printable", "tell_all", "with_fields"]
+__all__ = ["Event", "Listeners", "OnEvent", "Stopwatch", "Value", "emit", "log_events", "printable", "tell_all", "with_fields"]

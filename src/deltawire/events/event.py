@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -99,14 +99,25 @@ def tell_all(*listeners: OnEvent | None) -> OnEvent | None:
         The listeners. None stands for no listener. If there is none at all, the result is None.
     """
     wanted = [listener for listener in listeners if listener is not None]
-    if len(wanted) < 2:
-        return wanted[0] if wanted else None
+    return Listeners(wanted) if len(wanted) > 1 else wanted[0] if wanted else None
 
-    def tell(event: Event) -> None:
-        for listener in wanted:
+
+class Listeners:
+    """Several listeners as one, which `tell_all` makes.
+
+    Parameters
+    ----------
+    listeners
+        The listeners.
+    """
+
+    def __init__(self, listeners: Sequence[OnEvent]) -> None:
+        self.listeners = tuple(listeners)
+
+    def __call__(self, event: Event) -> None:
+        """Tell all of them, even if some fail."""
+        for listener in self.listeners:
             _tell(listener, event)
-
-    return tell
 
 
 def with_fields(on_event: OnEvent | None, **fields: Value) -> OnEvent | None:

@@ -2,10 +2,12 @@
 
     metric_table.py    `METRICS`: every metric, and the events that change it
     prometheus.py      `PrometheusMetrics`: the metrics, with a route `/metrics`
+    trackers.py        `TrackioLogger`, `WandbLogger` and `TensorBoardLogger`
 
 Each of them needs a package that is an extra of deltawire, which is imported when it is used.
 """
 
 from .prometheus import PrometheusMetrics
+from .trackers import TensorBoardLogger, TrackioLogger, WandbLogger
 
-__all__ = ["PrometheusMetrics"]
+__all__ = ["PrometheusMetrics", "TensorBoardLogger", "TrackioLogger", "WandbLogger"]

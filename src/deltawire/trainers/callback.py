@@ -17,6 +17,7 @@ from ..publish.snapshots import SnapshotDevice
 from ..publish.weight_source import WeightSource
 from ..quantise import Recipe
 from ..store import Store
+from ..telemetry.trackers import join_run
 from ..tensors.casting import Casting, WireDType
 from ..tensors.module_tensors import NameMap
 
@@ -127,6 +128,7 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
         if not state.is_world_process_zero:
             return
         self.close()  # the last call of `train` raised, so it did not close the publisher
+        join_run(self._publisher_arguments["on_event"])  # the trainer's own trackers have begun their runs before
         self._source = WeightSource(model, **self._source_options)
         self._model = model
         self._take_files()

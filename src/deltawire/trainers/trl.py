@@ -22,6 +22,7 @@ from ..publish import Publisher, WriterOptions
 from ..publish.attachments.read_files import Attachments
 from ..quantise import Recipe
 from ..store import Store, open_store
+from ..telemetry.trackers import join_run
 from ..tensors.checkpoint_layout import CheckpointLayout
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ class DeltaWireTransfer:
     def init_weight_transfer(self) -> None:
         """Take the run over. TRL calls it before the first sync."""
         if self._publisher is None:
+            join_run(self._on_event)  # TRL's own trackers have begun their runs before
             self._store = open_store(self._url, options=self._options.store, on_event=self._on_event)
             self._publisher = Publisher(
                 self._store,
