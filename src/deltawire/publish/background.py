@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ..chain.version import Version
 from ..errors import PublisherClosed, PublishError
 from ..events import OnEvent, emit
+from ..telemetry.trace_context import traced
 from ..tensors.bits import State
 from ..tensors.gpu_handover import GpuHandover
 from .at_exit import finish_at_exit, forget, wait_at_exit
@@ -262,7 +263,7 @@ class BackgroundQueue:
 
     def _supersede(self, snapshot: _Snapshot) -> None:
         snapshot.handle._resolve()
-        emit(self.on_event, "superseded", step=snapshot.publication.step)
+        emit(self.on_event, "superseded", step=snapshot.publication.step, **traced(snapshot.publication.meta))
 
     def _lose(self, snapshot: _Snapshot, cause: BaseException) -> None:
         """Note that an accepted state is lost: a newer one was being copied into its memory, and was cut off. Later calls raise it."""

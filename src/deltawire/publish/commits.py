@@ -35,6 +35,7 @@ from ..store import keys
 from ..store.base import Store
 from ..store.create_rule import create_and_look
 from ..store.urls import default_run_name
+from ..telemetry.trace_context import traced
 from .writer_options import WriterOptions
 
 Clock = Callable[[], float]
@@ -342,6 +343,7 @@ def emit_published(on_event: OnEvent | None, commit: Commit, **seconds: float) -
         changed=commit.changed,
         ratio=commit.state_bytes / commit.stored_bytes if commit.stored_bytes else None,
         **seconds,
+        **traced(commit.meta),
     )
 
 

@@ -23,6 +23,7 @@ from ..format.records.record_parts import RecipeRecord
 from ..format.records.signing import SigningKey
 from ..quantise import Recipe
 from ..store import Store, open_store
+from ..telemetry.trace_context import with_trace
 from ..tensors.bits import State
 from ..tensors.casting import Casting, WireDType
 from ..tensors.columns import in_columns
@@ -337,6 +338,7 @@ class Publisher:
         recipe = None if quantising is None else quantising.record
         self._warn(table, step, recipe, files)
         self._writer.check_fenced()
+        strings = with_trace(strings, self._on_event, step)
         return Publication(weights, table, step, strings, files, recipe=recipe, layout=layout)
 
     def _weights_of(self, model: Any) -> State:

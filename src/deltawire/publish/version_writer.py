@@ -7,6 +7,7 @@ from dataclasses import replace
 from ..chain.version import Version
 from ..errors import Fenced
 from ..events import OnEvent, emit
+from ..telemetry.trace_context import traced
 from ..tensors.columns import in_columns
 from .advice import Advice
 from .append import Appender
@@ -45,7 +46,8 @@ class VersionWriter:
         except BaseException as error:
             self._last_error = error
             if not isinstance(error, Fenced):
-                emit(self._on_event, "publish-failed", step=publication.step, error=type(error).__name__, reason=str(error))
+                trace = traced(publication.meta)
+                emit(self._on_event, "publish-failed", step=publication.step, error=type(error).__name__, reason=str(error), **trace)
             raise
         finally:
             if publication.is_owned and not self._appender.needs(publication.weights):

@@ -40,6 +40,7 @@ from ..store import keys, probe
 from ..store.base import Store
 from ..store.occupancy import refuse_occupied
 from ..subscribe.pin_keeper import PinKeeper
+from ..telemetry.trace_context import traced
 from .data_copy import DataCopy, finish
 from .place_record import has_record, place_record, raise_floor, read_record, region_floor
 
@@ -336,7 +337,8 @@ class VersionCopy:
         behind = head.updates - commit.updates
         if commit.kind != "fence" and not self.log.is_void(commit):
             self.version = commit
-            emit(self._on_event, "relayed", seq=commit.seq, step=commit.step, updates=commit.updates, bytes=size, behind=behind)
+            fields = {"seq": commit.seq, "step": commit.step, "updates": commit.updates, "bytes": size, "behind": behind}
+            emit(self._on_event, "relayed", **fields, **traced(commit.meta))
 
     def _needed(self, commit: Commit) -> list[FileEntry]:
         """Return the data objects that the region needs before the record of a commit is created."""

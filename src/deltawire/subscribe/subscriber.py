@@ -23,6 +23,7 @@ from ..format.records.run_records import Run
 from ..format.records.version_records import Commit
 from ..store import Store
 from ..store.sources import Location
+from ..telemetry.trace_context import traced
 from .chain_view import ChainView
 from .files_ahead import FilesAhead
 from .follow import follow_chain
@@ -305,7 +306,8 @@ class Subscriber:
         if before is not None and (now.seq < before.seq or now.kind == "rewind"):
             emit(self._on_event, "rolled-back", seq=now.seq, from_seq=before.seq)
         lag = self._chain.updates_known() - now.updates
-        emit(self._on_event, "synced", seq=now.seq, step=now.step, updates=now.updates, lag=max(0, lag), **report.fields())
+        fields = {**report.fields(), **traced(now.meta)}
+        emit(self._on_event, "synced", seq=now.seq, step=now.step, updates=now.updates, lag=max(0, lag), **fields)
 
 
 def _until(end: float, files: Iterator[tuple[FileEntry, memoryview]]) -> Iterator[tuple[FileEntry, memoryview]]:

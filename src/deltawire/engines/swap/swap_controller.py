@@ -11,6 +11,7 @@ from ...chain.version import Version
 from ...errors import DeltawireError, EngineAsleep, EngineQuarantined, EngineRefused, EngineUnavailable, SwapFailed
 from ...events import OnEvent, Value, emit
 from ...subscribe.prepared_swap import PreparedSwap
+from ...telemetry.trace_context import traced
 from ..base import KvCache
 from .live_intervals import LiveIntervals
 
@@ -213,7 +214,7 @@ class SwapController:
             "pause_seconds": self.last.pause_seconds,
             "full_scan": int(full),
         }
-        self._emit("swapped", version, **{**fields, **self._details(self.last)})
+        self._emit("swapped", version, **{**fields, **self._details(self.last), **traced(version.meta)})
 
     def _pause(self) -> None:
         try:

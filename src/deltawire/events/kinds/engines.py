@@ -27,6 +27,7 @@ KINDS = (
             f.integer("preempted", "The pause preempted this many requests.").maybe,
             f.flag("live", "It is 1 if the delta was applied to the weights in the server's memory.").maybe,
             f.flag("loaded_anew", "It is 1 if a full checkpoint was loaded.").maybe,
+            f.TRACE,
         ),
     ),
     EventKind(

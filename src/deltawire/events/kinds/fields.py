@@ -51,6 +51,7 @@ HOPS = integer("hops", "The route has this many hops.")
 TOKENS = integer("tokens", "This is the number of tokens.", "tokens")
 KIND = text("kind", "This is the kind of commit (`delta`, `anchor`, `rewind`), or of shortcut (`anchor`, `skip` or others).")
 REASON = text("reason", "This text says why, for people.")
+TRACE = text("trace", "This is the context of the version's trace, in the form of W3C's traceparent.").maybe
 ERROR = text("error", "This is the class of the error, or its text.")
 WHY = text("why", "This text says why, for people.")
 MESSAGE = text("message", "This text says what is wrong and what to do.")

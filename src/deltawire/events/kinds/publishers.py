@@ -26,6 +26,7 @@ KINDS = (
             f.WAIT_SECONDS.maybe,
             f.seconds("commit_seconds", "Creating the commit took this long."),
             f.seconds("total_seconds", "All of it took this long. Phases overlap, so their sum may be larger.").maybe,
+            f.TRACE,
         ),
     ),
     EventKind(
@@ -34,8 +35,8 @@ KINDS = (
         "One rank of a sharded publisher has uploaded its part of a version.",
         (f.integer("rank", "This is the number of the rank."), f.SEQ, f.BYTES, f.SECONDS),
     ),
-    EventKind("superseded", "info", "A version in the background was left out, because a newer one came first.", (f.STEP.maybe,)),
-    EventKind("publish-failed", "error", "A version could not be published.", (f.STEP.maybe, f.ERROR, f.REASON)),
+    EventKind("superseded", "info", "A version in the background was left out, because a newer one came first.", (f.STEP.maybe, f.TRACE)),
+    EventKind("publish-failed", "error", "A version could not be published.", (f.STEP.maybe, f.ERROR, f.REASON, f.TRACE)),
     EventKind(
         "attachments-changed", "info", "A version has new or changed attachments. The vLLM sidecar also reports it.", (f.SEQ, f.FILES)
     ),

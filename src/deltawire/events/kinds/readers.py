@@ -28,6 +28,7 @@ KINDS = (
             f.seconds("resolve_seconds", "Decoding took this long, summed over threads."),
             f.APPLY_SECONDS,
             f.seconds("total_seconds", "All of it took this long. Phases overlap, so their sum may be larger."),
+            f.TRACE,
         ),
     ),
     EventKind(

@@ -10,7 +10,7 @@ KINDS = (
         "relayed",
         "info",
         "The region has another version.",
-        (f.SEQ, f.UPDATES, f.STEP.maybe, f.BYTES, f.integer("behind", "The region still lacks this many versions.").maybe),
+        (f.SEQ, f.UPDATES, f.STEP.maybe, f.BYTES, f.integer("behind", "The region still lacks this many versions.").maybe, f.TRACE),
     ),
     EventKind(
         "relay-failed",

@@ -16,6 +16,7 @@ from ...errors import PublisherClosed, PublishError, RunMismatch
 from ...events import OnEvent, emit
 from ...quantise import Recipe
 from ...store import Store, open_store
+from ...telemetry.trace_context import with_trace
 from ...tensors.bits import TensorPart
 from ...tensors.casting import WireDType
 from ..advice import Advice
@@ -269,7 +270,10 @@ class ShardedPublisher:
             make_parts = partial(self._quantised.quantise, held, division)
         together(self._ranks, lambda: configure(division.table))
         recipe = None if self._quantising is None else self._quantising.record
-        sent = self._appender.append(PartsPublication(division, make_parts, step, meta or {}, attachments, recipe))
+        strings = dict(meta or {})
+        if self._ranks.rank == 0:
+            strings = with_trace(strings, self._on_event, step)
+        sent = self._appender.append(PartsPublication(division, make_parts, step, strings, attachments, recipe))
         assert self.version is not None
         if self._ranks.rank == 0:
             self._advice.after(self.version, division.table)
