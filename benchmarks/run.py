@@ -15,6 +15,7 @@ import codec_size
 import codec_speed
 import cut_through
 import dashboard_scale
+import event_cost
 import fleet_coordination
 import fleet_links
 import fsdp_publish
@@ -44,6 +45,7 @@ NAMES = [
     "memory",
     "density",
     "import",
+    "events",
     "chain",
     "chain-s3",
     "join",
@@ -91,6 +93,7 @@ def main() -> int:
         "memory": lambda: codec_memory.measure(1 << (25 if quick else 28)),
         "density": lambda: codec_density.measure(1 << (20 if quick else 26)),
         "import": import_time.measure,
+        "events": lambda: event_cost.measure(1 << (20 if quick else 27), 3 if quick else 10),
         "chain": lambda: chain_speed.measure(1 << (24 if quick else 29), 4 if quick else 20),
         "chain-s3": lambda: chain_speed.measure(1 << (24 if quick else 29), 4 if quick else 20, seaweed.bucket, "SeaweedFS (S3)"),
         "join": lambda: chain_join.measure(1 << (16 if quick else 23), 20 if quick else 500),

@@ -23,6 +23,7 @@ _NOTES = {
     "Relays": "A relay also reports `shortcut-failed`, `retrying` and `pin-failed`.\n",
     "Members": "A member adds its name to all events that it emits, as the field `member`.\n",
     "Supervised members": "`deltawire fleet` and other programs that start members report these.\n",
+    "Seen in the store": "`deltawire events` prints these, which it finds out by reading the store.\n",
     "Trainers": "[Watch the mismatch](router-replay.md#watch-the-mismatch) explains the numbers of `mismatch`.\n",
 }
 

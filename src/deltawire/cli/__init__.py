@@ -26,6 +26,7 @@ from .commands import (
     canary,
     dashboard,
     diff,
+    events,
     fleet,
     follow,
     gc,
@@ -74,6 +75,7 @@ app.command("relay", cls=PlainCommand, rich_help_panel=_CHAINS)(relay.relay)
 app.command("sidecar", cls=PlainCommand, rich_help_panel=_CHAINS)(sidecar.sidecar)
 app.command("canary", cls=PlainCommand, rich_help_panel=_CHAINS)(canary.canary)
 app.command("log", cls=PlainCommand, rich_help_panel=_CHAINS)(log.log)
+app.command("events", cls=PlainCommand, rich_help_panel=_CHAINS)(events.events)
 app.command("show", cls=PlainCommand, rich_help_panel=_CHAINS)(show.show)
 app.command("verify", cls=PlainCommand, rich_help_panel=_CHAINS)(verify.verify)
 app.command("dashboard", cls=PlainCommand, rich_help_panel=_CHAINS)(dashboard.dashboard)

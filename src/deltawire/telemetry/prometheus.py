@@ -53,7 +53,7 @@ class PrometheusMetrics:
         """The port that `/metrics` is answered on, or None."""
         self._member = member
         self._lock = threading.Lock()
-        self._series: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+        self._series: dict[str, dict[tuple[str, ...], Any]] = defaultdict(dict)
         self._changes: dict[str, list[tuple[Metric, Change, Any]]] = defaultdict(list)
         self._events = self._collector(prometheus_client, EVENTS)
         for metric in METRICS.values():
@@ -117,14 +117,13 @@ class PrometheusMetrics:
         if not labels:
             return collector
         known = self._series[metric.name]
-        if labels not in known:
+        if (found := known.get(labels)) is not None:
+            return found
+        with self._lock:
             labels = tuple(printable(label[:_LONGEST_LABEL]) for label in labels)
-            with self._lock:
-                if len(known) < _MOST_SERIES:
-                    known.add(labels)
-                elif labels not in known:
-                    labels = tuple(_OTHER for _ in labels)
-        return collector.labels(*labels)
+            if labels not in known and len(known) >= _MOST_SERIES:
+                labels = tuple(_OTHER for _ in labels)
+            return known.setdefault(labels, collector.labels(*labels))
 
     def _listen(self, prometheus_client: Any, host: str, port: int) -> None:
         try:

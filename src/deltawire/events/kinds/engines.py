@@ -83,7 +83,7 @@ KINDS = (
         "engine-failed",
         "warning",
         "A trainer reads in a report that an engine could not take a version.",
-        (f.READER, f.SEQ.maybe, f.text("state", "This is the state of the engine."), f.REASON.maybe),
+        (f.READER, f.SEQ.maybe, f.STATE, f.REASON.maybe),
     ),
     EventKind("report-failed", "warning", "The engine's report could not be written.", (f.REASON,)),
 )

@@ -53,7 +53,7 @@ KINDS = (
         "info",
         "Garbage collection has run.",
         (
-            f.integer("floor", "Commits before this one are not needed any more.").maybe,
+            f.FLOOR.maybe,
             f.integer("deleted", "This is the number of objects that were deleted."),
             f.BYTES,
             f.text("outcome", "This word says what was done: `collected`, `waiting`, `held` and others."),

@@ -20,7 +20,7 @@ _MISMATCH = (
 )
 
 KINDS = (
-    EventKind("round-opened", "debug", "A round has begun.", (f.ROUND, f.STEP, f.integer("tasks", "The round has this many tasks."))),
+    EventKind("round-opened", "debug", "A round has begun.", (f.ROUND, f.STEP, f.TASKS)),
     EventKind("round-adopted", "info", "An earlier trainer's round continues.", (f.ROUND, f.STEP, f.EPOCH)),
     EventKind("round-unusable", "warning", "A round of an earlier trainer cannot be continued.", (f.ROUND, f.STEP, f.ERROR.maybe)),
     EventKind("rollout-accepted", "debug", "A result counts.", (f.ROUND, f.TASK, f.ATTEMPT, f.MEMBER, f.STEP, f.TOKENS)),
@@ -34,7 +34,7 @@ KINDS = (
         "batch-acknowledged",
         "debug",
         "The results of a step are on record.",
-        (f.ROUND, f.STEP, f.integer("results", "This is the number of results.")),
+        (f.ROUND, f.STEP, f.RESULTS),
     ),
     EventKind(
         "trained",
