@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from ..chain.log import ChainLog
 from ..chain.reports import read_reports
-from ..events import Event
+from ..events import Event, Value
 from ..format.records.version_records import Commit
 from .overview import FleetReader, SeenMember, SeenRound
 
@@ -66,7 +66,13 @@ class StoreEvents:
         self._next = head.seq + 1
 
     def _commit(self, commit: Commit) -> Event:
-        fields = {"seq": commit.seq, "updates": commit.updates, "kind": commit.kind, "step": commit.step, "epoch": commit.epoch}
+        fields: dict[str, Value] = {
+            "seq": commit.seq,
+            "updates": commit.updates,
+            "kind": commit.kind,
+            "step": commit.step,
+            "epoch": commit.epoch,
+        }
         sizes = {"bytes": commit.stored_bytes, "state_bytes": commit.state_bytes, "changed": commit.changed}
         base = None if commit.base is None else commit.base.seq
         return Event("commit-seen", {**fields, **sizes, "base": base, "void": int(self._log.is_void(commit))}, commit.time / 1000)
