@@ -235,6 +235,11 @@ class Store(ABC):
         """The measured link to the store. None if the store does not measure it."""
         return None
 
+    @property
+    def can_wait(self) -> bool:
+        """True if `wait_for_change` waits. Otherwise it looks once and returns at once."""
+        return False
+
     def get_if_changed(self, key: str, *, limit: int, tag: str | None) -> tuple[bytes, str] | None:
         """Return the object and its tag, or None if the object still has the tag `tag`. Raises the errors of `get`.
 

@@ -146,6 +146,10 @@ class LocalStore(Store):
                 path.unlink()
             self._prune(path.parent)
 
+    @property
+    def can_wait(self) -> bool:
+        return True
+
     def wait_for_change(self, key: str, *, limit: int, tag: str | None, timeout: float) -> tuple[bytes, str] | None:
         path = self._path(key)
         deadline = time.monotonic() + timeout

@@ -79,6 +79,10 @@ class MemoryStore(Store):
             with self._lock:
                 self._objects.pop(key, None)
 
+    @property
+    def can_wait(self) -> bool:
+        return True
+
     def wait_for_change(self, key: str, *, limit: int, tag: str | None, timeout: float) -> tuple[bytes, str] | None:
         deadline = time.monotonic() + timeout
         while True:

@@ -303,6 +303,10 @@ class Sources(Store):
     def link(self) -> LinkEstimate | None:
         return self._best().link
 
+    @property
+    def can_wait(self) -> bool:
+        return self.origin.can_wait
+
     # Choosing a copy
 
     def _usable(self, *, for_data: bool = False) -> Sequence[Copy]:

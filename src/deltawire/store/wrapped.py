@@ -96,6 +96,10 @@ class WrappedStore(Store):
     def link(self) -> LinkEstimate | None:
         return self.inner.link
 
+    @property
+    def can_wait(self) -> bool:
+        return self.inner.can_wait
+
     def get_if_changed(self, key: str, *, limit: int, tag: str | None) -> tuple[bytes, str] | None:
         with self.watch(StoreCall("get_if_changed", key)):
             return self.inner.get_if_changed(key, limit=limit, tag=tag)

@@ -72,7 +72,7 @@ class Watch:
     """Read an object that may have changed. The answer is its bytes and its tag, or None if it still has the tag `tag`.
 
     Fails as `Get` does. If the object has not changed, the answer comes after `seconds`. A store that can wait for a change answers as soon
-    as there is one; other stores are asked once, at the beginning.
+    as there is one; other stores are asked once, after `seconds`.
     """
 
     key: str
@@ -143,14 +143,11 @@ def run_steps(
 
 
 def _watch(store: Store, request: Watch, sleep: Callable[[float], object]) -> tuple[bytes, str] | None:
-    if request.seconds <= 0:
-        return store.get_if_changed(request.key, limit=request.limit, tag=request.tag)
-    began = time.monotonic()
-    found = store.wait_for_change(request.key, limit=request.limit, tag=request.tag, timeout=request.seconds)
-    left = request.seconds - (time.monotonic() - began)
-    if found is None and left > 0:  # this store cannot wait
-        sleep(left)
-    return found
+    if request.seconds > 0 and store.can_wait:
+        return store.wait_for_change(request.key, limit=request.limit, tag=request.tag, timeout=request.seconds)
+    if request.seconds > 0:
+        sleep(request.seconds)
+    return store.get_if_changed(request.key, limit=request.limit, tag=request.tag)
 
 
 def _answer_or_error(store: Store, request: Get | Head | List | Put) -> Any:

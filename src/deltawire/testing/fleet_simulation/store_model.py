@@ -48,7 +48,7 @@ class Network:
     down
         Whether every request fails.
     can_wait
-        Whether the store holds a `Watch` back until the object changes. Otherwise it answers at once.
+        Whether the store holds a `Watch` back until the object changes. Otherwise it is asked after the wait.
     """
 
     delay: float = 0.05
@@ -216,6 +216,9 @@ class StoreModel:
         if isinstance(request, Together):
             _RequestGroup(self, thread, request).begin()
             return
+        if isinstance(request, Watch) and request.seconds > 0 and not self.network.can_wait:
+            self.kernel.later(request.seconds, self.submit, thread, replace(request, seconds=0.0))
+            return
         draw, network, later = self.random.random, self.network, self.kernel.later
         self.counts[thread.process.kind, type(request).__name__.lower().replace("watch", "get"), folder_of(request)] += 1
         link = self.links.get(thread.process.name)
@@ -252,12 +255,10 @@ class StoreModel:
         else:
             self._log(thread, request, f"{len(answer)} found" if isinstance(request, List) else "")
             if isinstance(request, Watch) and answer is None and request.seconds > 0:
-                if self.network.can_wait:
-                    held = _HeldWatch(self, thread, request)
-                    self.objects.call_when_written(request.key, held)
-                    self.kernel.later(request.seconds, held)
-                    return
-                back += request.seconds
+                held = _HeldWatch(self, thread, request)
+                self.objects.call_when_written(request.key, held)
+                self.kernel.later(request.seconds, held)
+                return
             self.kernel.later(back, thread.resume, answer)
 
     def _log(self, thread: Requester, request: Any, outcome: str) -> None:
