@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from publications import state_at
 from small_fleet import (
     Fleet,
     acknowledged,
@@ -23,6 +24,8 @@ from small_fleet import (
 
 from deltawire.errors import Fenced, FleetTimeout
 from deltawire.fleet import FleetOptions, StalenessBudget
+from deltawire.fleet.rules.staleness import KnownVersion
+from deltawire.fleet.steps.coordinator_steps import CoordinatorSteps
 from deltawire.fleet.steps.record_steps import sweep
 from deltawire.fleet.steps.requests import run_steps
 from deltawire.format.records.trainer_records import Board
@@ -246,6 +249,62 @@ def test_a_trainer_that_wakes_up_while_it_sweeps_leaves_later_acknowledgements_a
     run_steps(sweep(0, 2, 5, []), fleet.store)
     left = [fleet_keys.parse_batch_key(info.key) for info in fleet.inner.list(fleet_keys.BATCHES)]
     assert left == [(1, 6), (2, 6), (3, 5), (3, 6)]
+
+
+def test_a_round_beyond_the_budget_is_offered_as_soon_as_its_version_is_published() -> None:
+    fleet = Fleet(budget=StalenessBudget(0))
+    fleet.join("a")
+    published: list[KnownVersion] = []
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.steps = CoordinatorSteps(
+            trainer.steps.trainer,
+            newest=trainer.chain.newest(),
+            ticks=lambda: fleet.time,
+            ask_newest=lambda: published[-1] if published else None,
+        )
+        trainer.open(1)
+        early = trainer.open(2)
+        with pytest.raises(ValueError, match="1 to 2"):
+            trainer.open(3)
+        batch = trainer.collect(1)
+        for _ in range(3):
+            trainer.go(trainer.steps.poll())
+            fleet.sleep(1)
+        assert offered_rounds(fleet) == set()
+        assert not list(fleet.inner.list(f"{fleet_keys.LEASES}{early.round:010}/"))
+        version = publisher.publish(state_at(batch.step), step=batch.step)
+        published.append(KnownVersion(version.seq, 1, version.digest))
+        trainer.go(trainer.steps.poll())  # it learns by itself that the version is published
+        assert trainer.steps.newest.step == 1
+        fleet.sleep(1)
+        trainer.go(trainer.steps.poll())
+        assert offered_rounds(fleet) == {early.round}
+        trainer.steps.published(published[-1])  # the trainer says it, too, and later
+        assert trainer.collect(2).round == early
+
+
+def offered_rounds(fleet: Fleet) -> set[int]:
+    board = Board.parse(fleet.inner.get(fleet_keys.BOARD, limit=1 << 20))
+    return {attempt.round for attempts in board.offers.values() for attempt in attempts}
+
+
+def test_a_settled_round_is_acknowledged_before_the_board_is_written() -> None:
+    fleet = Fleet()
+    with fleet.publisher() as publisher:
+        store = FaultyStore(fleet.store)
+        trainer = fleet.trainer(publisher, store)
+        trainer.open(1)
+        trainer.open(2)
+        fleet.join("a")
+        trainer.collect(1)
+        written = [each.key for each in store.calls if each.op in ("put", "put_if_absent")]
+        acknowledged = written.index(fleet_keys.batch_key(publisher.epoch, 1))
+        assert written[acknowledged:] == [fleet_keys.batch_key(publisher.epoch, 1)]
+        assert written[acknowledged - 1].startswith(fleet_keys.ACCEPTED)
+        seen = len(store.calls)
+        trainer.go(trainer.steps.poll())  # the next look writes the board
+        assert ("put", fleet_keys.BOARD) in [(each.op, each.key) for each in store.calls[seen:]]
 
 
 def test_a_trainer_that_is_told_to_stop_waiting_can_wait_on() -> None:

@@ -16,9 +16,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from deltawire.fleet.rules.admission import REASONS
 from deltawire.fleet.rules.fleet_clock import FleetClock
@@ -26,9 +29,19 @@ from deltawire.fleet.rules.round_state import TaskState
 from deltawire.fleet.rules.scheduler import Scheduler
 from deltawire.fleet.steps import batch_steps, coordinator_steps, intake_steps, work_steps
 from deltawire.fleet.steps.member_state import Claim, Made, MemberState
+from deltawire.format.records.fleet_parts import MOST_ATTEMPTS
+from deltawire.format.records.member_records import Lease
+from deltawire.store import fleet_keys
+from deltawire.store.fleet_keys import RolloutKey
+from deltawire.store.requests import Put
 from deltawire.testing.fleet_simulation import Outcome, scenario, simulate
 from deltawire.testing.fleet_simulation import __main__ as command
+from deltawire.testing.fleet_simulation.chain_model import ChainModel
+from deltawire.testing.fleet_simulation.engine_model import EngineModel
+from deltawire.testing.fleet_simulation.kernel import Kernel
 from deltawire.testing.fleet_simulation.many_seeds import Fleet
+from deltawire.testing.fleet_simulation.misbehaviour import KINDS, Misbehaviour
+from deltawire.testing.fleet_simulation.store_model import Objects
 
 COMMAND = [sys.executable, "-m", "deltawire.testing.fleet_simulation"]
 
@@ -171,6 +184,32 @@ def test_the_simulation_finds_every_broken_rule(
     assert found is not None
     assert re.search(violation, found.violation or ""), found.violation
     assert simulate(found.seed).violation == found.violation
+
+
+def test_members_that_break_the_rules_can_send_results_of_the_last_attempt() -> None:
+    """This ended a simulation: there is no attempt after the last one."""
+    lease = Lease("0" * 32, 0, 0, MOST_ATTEMPTS - 1, "a", "1" * 32, 0, 0)
+    record = SimpleNamespace(id="0" * 32, samples=1)
+    kernel, random = Kernel(), Random(0)
+    chain = ChainModel(random)
+    version = chain.publish(0, 0)
+    engine = EngineModel(kernel, random, chain, rate=1.0, sync_seconds=1.0)
+    rollouts = engine._rollouts(SimpleNamespace(lease=lease, round=record, rows=({"prompt": "1"},)), [2], [version, version])
+    data = rollouts.to_bytes()
+    put = Put(fleet_keys.rollout_key(RolloutKey(0, 0, MOST_ATTEMPTS - 1, blake3(data).hexdigest())), data)
+    for kind in KINDS:
+        rogue = Misbehaviour(kind, random, chain, Objects(lambda: 0.0, granularity=0.0))
+        assert all(rogue.sends(put) for _ in range(8))
+
+
+def test_an_error_of_the_simulation_itself_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*arguments: Any) -> None:
+        raise ValueError("it broke")
+
+    monkeypatch.setattr(scenario, "_run", die)
+    outcome = simulate(5)
+    assert outcome.seed == 5
+    assert "ValueError: it broke" in (outcome.violation or "")
 
 
 def test_a_failing_seed_is_printed_with_the_command_that_replays_it(

@@ -74,7 +74,8 @@ def test_synchronous_and_pipelined_are_one_loop_with_another_budget(store: Memor
     assert all(0 <= lag <= staleness for lag in lags)
     opened = [(event.name, event.fields["step"]) for event in events if event.name in ("round-opened", "trained")]
     ahead = [step - max([0, *(done for name, done in opened[:place] if name == "trained")]) for place, (name, step) in enumerate(opened)]
-    assert max(ahead) == staleness + 1
+    # One round more may be opened while the trainer trains. It is not offered before the next version.
+    assert staleness + 1 <= max(ahead) <= staleness + 2
 
 
 def test_several_updates_on_one_batch_are_clipped(store: MemoryStore):

@@ -80,7 +80,10 @@ class Coordinator:
     background
         Whether a thread polls the fleet while the trainer trains.
     meanwhile
-        Called by that thread before each poll, so that a trainer can call `published` and `open_round` while it trains. It must not raise.
+        Called by that thread after each poll, so that a trainer can call `published` and `open_round` while it trains. It must not raise.
+    ask_newest
+        Returns the newest published version, or None if it is not known. It is called at any time and on any thread, and must not raise. A
+        trainer that publishes in the background passes it, so that members get work for a version without waiting for `published`.
     on_event
         Called with every event.
     store_options
@@ -102,6 +105,7 @@ class Coordinator:
         training: TrainingLimits | None = None,
         background: bool = True,
         meanwhile: Callable[[], None] | None = None,
+        ask_newest: Callable[[], Version | None] = lambda: None,
         on_event: OnEvent | None = None,
         store_options: StoreOptions | None = None,
     ) -> None:
@@ -116,6 +120,7 @@ class Coordinator:
         self._options = options or FleetOptions()
         self._training = training or TrainingLimits()
         self._meanwhile = meanwhile
+        self._ask_newest = ask_newest
         self._on_event = on_event
         self._steps: CoordinatorSteps | None = None
         self._members: list[MemberStatus] = []
@@ -172,11 +177,10 @@ class Coordinator:
         version
             The version that the publisher returned.
         """
-        if version.step is None:
-            raise ValueError("a fleet needs the training step of every version: publish with step=…")
+        known = _known(version)
         with self._turn:
             if self._steps is not None:
-                self._steps.published(KnownVersion(version.seq, version.step, version.digest))
+                self._steps.published(known)
 
     def collect(self, for_step: int, *, timeout: float | None = None, stop: Callable[[], bool] | None = None) -> Batch:
         """Wait until the round for this step is settled, acknowledge it, and return its results. Waits while the store is unavailable.
@@ -282,8 +286,14 @@ class Coordinator:
                 keyring=self._keyring,
                 on_event=self._on_event,
             )
-            self._steps = CoordinatorSteps(trainer, newest=self._chain.newest(), ticks=time.monotonic, scheduler=self._scheduler)
+            self._steps = CoordinatorSteps(
+                trainer, newest=self._chain.newest(), ticks=time.monotonic, scheduler=self._scheduler, ask_newest=self._newest
+            )
         return self._steps
+
+    def _newest(self) -> KnownVersion | None:
+        version = self._ask_newest()
+        return None if version is None else _known(version)
 
     def _perform(self, request: FindVersion | Sync | Generate) -> Any:
         if not isinstance(request, FindVersion):
@@ -299,8 +309,6 @@ class Coordinator:
     def _poll_in_background(self) -> None:
         """Poll in the background while rounds are open. Errors become events; the next call of the trainer meets them again."""
         while not self._closing.wait(self._options.poll_seconds):
-            if self._meanwhile is not None:
-                self._meanwhile()
             if not self._turn.acquire(timeout=self._options.poll_seconds):
                 continue  # the thread that has it polls, or closes in a signal handler and waits for this thread
             try:
@@ -312,3 +320,11 @@ class Coordinator:
                     return
             finally:
                 self._turn.release()
+            if self._meanwhile is not None:
+                self._meanwhile()
+
+
+def _known(version: Version) -> KnownVersion:
+    if version.step is None:
+        raise ValueError("a fleet needs the training step of every version: publish with step=…")
+    return KnownVersion(version.seq, version.step, version.digest)

@@ -57,6 +57,11 @@ class PendingVersion:
         """Return whether the state is published, has failed, or was superseded."""
         return self._event.is_set()
 
+    def published(self) -> Version | None:
+        """Return the version if it is published; None if it is not published yet, failed or was superseded. Never waits or raises."""
+        with self._lock:
+            return None if self._error is not None else self._version
+
     def result(self, timeout: float | None = None) -> Version | None:
         """Wait for the version and return it. Returns None if a newer state was published instead of this one.
 

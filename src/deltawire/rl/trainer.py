@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -155,7 +156,6 @@ class GrpoTrainer:
             raise ValueError(
                 f"resuming may go back by {back} steps, but keep_steps={fleet.keep_steps} keeps fewer. Set keep_steps={back} or more"
             )
-        self._patience = fleet.poll_seconds
         if tokenizer is not None:
             attachments = files_with_tokenizer(model, tokenizer, attachments, dtype)
         with ExitStack() as opened:  # undone in reverse if anything below fails, and by close()
@@ -206,6 +206,7 @@ class GrpoTrainer:
             self._in_flight: _InFlight | None = None
             self._last_step = self.step
             self._progress = threading.RLock()
+            self._is_training = False
             self._coordinator = Coordinator(
                 self._store,
                 epoch=self._publisher.epoch,
@@ -216,7 +217,8 @@ class GrpoTrainer:
                 scheduler=scheduler,
                 options=fleet,
                 training=limits,
-                meanwhile=self._note_published_while_training,
+                meanwhile=self._prepare_while_training,
+                ask_newest=self._published_in_background,
                 on_event=on_event,
             )
             opened.callback(self._coordinator.close)
@@ -282,16 +284,24 @@ class GrpoTrainer:
                 if self._in_flight is not None and self._in_flight.version.done():
                     self._settle()
                 self._open_rounds()
+                awaited = None if self._in_flight is None else self._in_flight.version
             try:
-                timeout = None if self._in_flight is None else self._patience
-                return self._coordinator.collect(self.step + 1, timeout=timeout, stop=stop)
+                return self._coordinator.collect(self.step + 1, stop=partial(_has_news, stop, awaited))
             except FleetTimeout:
                 if stop is not None and stop():
                     return None
 
-    def _note_published_while_training(self) -> None:
-        """Open the next rounds as soon as a version is published, although the trainer trains. Errors are left to the trainer's thread."""
-        if not self._progress.acquire(blocking=False):
+    def _published_in_background(self) -> Version | None:
+        """Return the version that was in flight, if it is published. `_settle` reports it later."""
+        in_flight = self._in_flight
+        return None if in_flight is None else in_flight.version.published()
+
+    def _prepare_while_training(self) -> None:
+        """Note that a version is published, and open the next rounds, although the trainer trains. Errors are left to its own thread.
+
+        This also opens one round more than the budget allows, which members are offered as soon as the next version is published.
+        """
+        if not self._is_training or not self._progress.acquire(blocking=False):
             return
         try:
             in_flight = self._in_flight
@@ -301,16 +311,19 @@ class GrpoTrainer:
                 except Exception:
                     self._in_flight = in_flight
                     return
-                with contextlib.suppress(DeltawireError):
-                    self._open_rounds()
+            with contextlib.suppress(DeltawireError):
+                self._open_rounds(further=1)
         finally:
             self._progress.release()
 
-    def _open_rounds(self) -> None:
-        """Open as many rounds as the staleness budget allows. With a budget of 0 training is synchronous, with more it is pipelined."""
+    def _open_rounds(self, *, further: int = 0) -> None:
+        """Open as many rounds as the staleness budget allows, and some further ones.
+
+        With a budget of 0 training is synchronous, with more it is pipelined.
+        """
         settings = self.settings
         assert self.version.step is not None
-        for step in range(self.step + 1, min(self._last_step, self._budget.newest_open(self.version.step)) + 1):
+        for step in range(self.step + 1, min(self._last_step, self._budget.newest_open(self.version.step) + further) + 1):
             rows = self._rows_of(step)
             sampling = Sampling(
                 settings.num_generations, settings.max_completion_length, settings.temperature, settings.top_p, seed=settings.seed + step
@@ -323,7 +336,11 @@ class GrpoTrainer:
 
     def _step(self, collected: Batch, *, idle: float) -> None:
         started = time.monotonic()
-        collected, batch, updated = self._training.train(collected)
+        self._is_training = True
+        try:
+            collected, batch, updated = self._training.train(collected)
+        finally:
+            self._is_training = False
         self.step = collected.step
         if self._checkpoints is not None and self.step % self.settings.save_steps == 0:
             # The checkpoint comes before the version: see resume_point.
@@ -405,3 +422,8 @@ def _published(pending: PendingVersion) -> Version:
     version = pending.result()
     assert version is not None  # only one version is in flight, so it cannot have been superseded
     return version
+
+
+def _has_news(stop: Callable[[], bool] | None, awaited: PendingVersion | None) -> bool:
+    """Return whether collecting should be interrupted: it is told to stop, or the version in flight is published."""
+    return (stop is not None and stop()) or (awaited is not None and awaited.done())

@@ -102,6 +102,14 @@ def test_when_all_leases_of_a_task_are_taken_every_offer_is_a_free_attempt_of_it
     assert task.is_free
 
 
+def test_the_first_free_attempt_has_the_first_number_however_early_it_is_offered() -> None:
+    task = TaskState()
+    task.offer_to("a", 0, patience=60)
+    task.leases = {attempt: HeldLease(None, 0, 0) for attempt in range(fleet_keys.FIRST_FREE_ATTEMPT)}
+    task.offer_to("a", 1, patience=60)
+    assert task.next_attempt() == fleet_keys.FIRST_FREE_ATTEMPT
+
+
 def test_a_lease_that_heartbeats_no_longer_name_ends_at_the_next_look() -> None:
     made = roster(BEAT, 110)
     made.heard("a", replace(BEAT, working=()), 120, 120, 120)

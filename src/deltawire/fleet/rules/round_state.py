@@ -83,7 +83,7 @@ class TaskState:
     offered_at: float = 0.0
     lapses: int = 0
     free: int = MOST_ATTEMPTS - 1
-    numbered_at: float = 0.0
+    numbered_at: float = float("-inf")
 
     @property
     def is_free(self) -> bool:

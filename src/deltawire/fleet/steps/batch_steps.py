@@ -87,13 +87,14 @@ class BatchWriter:
     def acknowledge(self, state: RoundState) -> Steps[Batch]:
         """Record which results the step trains on, and return them. The trainer may train on them only after that."""
         trainer = self._trainer
-        yield from trainer.look_for_fence()
         step = state.record.for_step
-        if state.acknowledgement is None:
+        if state.acknowledgement is not None:
+            yield from trainer.look_for_fence()
+        else:
             accepted = Accepted(state.record.round, _accepted_results(state)).to_bytes()
             digest = blake3(accepted).hexdigest()
             reference = ObjectRef(fleet_keys.accepted_key(state.record.round, digest), len(accepted), digest)
-            yield Put(reference.key, accepted)
+            yield from trainer.look_for_fence(Put(reference.key, accepted))  # nothing refers to this object yet
             record = BatchRecord(trainer.run, trainer.epoch, step, state.record.round, trainer.draw_nonce(), reference, trainer.clock())
             state.acknowledgement = trainer.keyring.sign(record).to_bytes()
         found = yield from create_steps(fleet_keys.batch_key(trainer.epoch, step), state.acknowledgement)

@@ -49,12 +49,22 @@ class CoordinatorSteps:
         Returns seconds that never run backwards. Leases and heartbeats are judged by them.
     scheduler
         Decides how many tasks each member is offered.
+    ask_newest
+        Returns the newest published version, or None if it is not known. It is asked before each board is made, so that members are
+        offered work for a version that is published while the trainer looks at the fleet. `published` says the same at other times.
     """
 
     def __init__(
-        self, trainer: TrainerContext, *, newest: KnownVersion, ticks: Callable[[], float], scheduler: Scheduler | None = None
+        self,
+        trainer: TrainerContext,
+        *,
+        newest: KnownVersion,
+        ticks: Callable[[], float],
+        scheduler: Scheduler | None = None,
+        ask_newest: Callable[[], KnownVersion | None] = lambda: None,
     ) -> None:
         self.trainer = trainer
+        self._ask_newest = ask_newest
         self.newest = newest
         self.scheduler = scheduler or Scheduler()
         self.stopping = False
@@ -88,7 +98,9 @@ class CoordinatorSteps:
         return self._time.now
 
     def published(self, version: KnownVersion) -> None:
-        """Note that the trainer has published a version: its step is trained, and the next one may begin."""
+        """Note that the trainer has published a version: its step is trained, and the next one may begin. Repeating it does no harm."""
+        if version.seq <= self.newest.seq:
+            return
         self._intake.versions[version.seq] = version
         self._intake.roster.delays.published(version.seq, self._time.begin())
         self.newest = version
@@ -165,8 +177,8 @@ class CoordinatorSteps:
     def open_round(self, rows: Sequence[Sequence[Row]], *, for_step: int, sampling: Sampling) -> Steps[Round]:
         """Offer work for a training step: one task for each sequence of rows. Return the round, also if it was already open.
 
-        Raise ValueError for a step that is already trained, or so far ahead that the staleness budget could not be kept. Raise `Fenced` if
-        another trainer has taken over.
+        The round may be for one step more than the staleness budget admits now. It is offered as soon as the next version is published.
+        Raise ValueError for a step that is already trained, or further ahead. Raise `Fenced` if another trainer has taken over.
         """
         return (yield from self.open_rounds.open(rows, for_step=for_step, sampling=sampling, newest_step=self.newest.step))
 
@@ -183,7 +195,7 @@ class CoordinatorSteps:
         while True:
             try:
                 if not state.settled:
-                    yield from self.poll()
+                    yield from self.poll(awaited=state)
                 if state.settled:
                     return (yield from self._batches.acknowledge(state))
                 failures = 0
@@ -228,8 +240,11 @@ class CoordinatorSteps:
             self._intake.refuse(state, key, Refusal("untrainable", why), one.member)
         return replace(batch.without(results), rejected=Counter(state.rejected))
 
-    def poll(self) -> Steps[None]:
-        """Look at the fleet once: read and judge what members wrote, and write the board if it changed or is old."""
+    def poll(self, *, awaited: RoundState | None = None) -> Steps[None]:
+        """Look at the fleet once: read and judge what members wrote, and write the board if it changed or is old.
+
+        If the round `awaited` is settled, return before that: the trainer acknowledges it first, and the next look writes the board.
+        """
         self.trainer.check_fence()
         if not self._time.is_set:
             yield from self._write_board()  # the store's time of this write tells how old all other objects are
@@ -253,6 +268,8 @@ class CoordinatorSteps:
         self._intake.note_free_attempts(watched)
         yield from self._intake.admit_all(by_number, rollouts)
         self._intake.count_losses(watched)
+        if awaited is not None and awaited.settled:
+            return
         yield from self._write_board()
         if self._swept != self.newest.step:
             yield from self._sweep()
@@ -263,6 +280,9 @@ class CoordinatorSteps:
         yield from self._write_board()
 
     def _write_board(self) -> Steps[None]:
+        newest = self._ask_newest()
+        if newest is not None:
+            self.published(newest)
         board = build_board(
             list(self.rounds.values()),
             self._intake.roster,

@@ -54,7 +54,7 @@ class OpenRounds:
         trainer.check_fence()
         if for_step in self.by_step:
             return self.by_step[for_step].record
-        last = trainer.budget.newest_open(newest_step)
+        last = trainer.budget.newest_open(newest_step) + 1  # the last one is not offered before the next version
         if not newest_step < for_step <= last:
             raise ValueError(f"no round can be opened for training step {for_step} now; {newest_step + 1} to {last} may be")
         tasks = Tasks(tuple(tuple(task) for task in rows))

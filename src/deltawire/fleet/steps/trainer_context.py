@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ...errors import Fenced, LimitExceeded, ObjectMissing
+from ...errors import DeltawireError, Fenced, LimitExceeded, ObjectMissing
 from ...events import OnEvent, emit
 from ...format.records.canonical import MAX_RECORD_BYTES
 from ...format.records.trainer_records import Round
 from ...store import keys
-from ...store.requests import Get
+from ...store.requests import Get, Put
 from ..fleet_keyring import FleetKeyring
 from ..options import FleetOptions
 from ..rules.staleness import StalenessBudget
 from ..rules.training_limits import TrainingLimits
 from .record_steps import parsed_answer
-from .requests import Steps
+from .requests import Steps, Together
 
 
 @dataclass(slots=True)
@@ -61,16 +61,18 @@ class TrainerContext:
         if self._fenced is not None:
             raise Fenced(self._fenced)
 
-    def look_for_fence(self) -> Steps[None]:
-        """Raise `Fenced` if another trainer has claimed the next epoch. The board is then theirs, and nothing of ours counts any more."""
+    def look_for_fence(self, *harmless: Put) -> Steps[None]:
+        """Raise `Fenced` if another trainer has claimed the next epoch. The board is then theirs, and nothing of ours counts any more.
+
+        Write some objects at the same time, which do no harm if another trainer has taken over. Raise the errors of all requests.
+        """
         self.check_fence()
-        try:
-            yield Get(keys.epoch_key(self.epoch + 1), MAX_RECORD_BYTES)
-        except ObjectMissing:
-            return
-        except LimitExceeded:
-            pass
-        self.halt(self.epoch + 1)
+        answer, *others = yield Together((Get(keys.epoch_key(self.epoch + 1), MAX_RECORD_BYTES), *harmless))
+        if not isinstance(answer, DeltawireError) or isinstance(answer, LimitExceeded):
+            self.halt(self.epoch + 1)
+        for each in (answer, *others):
+            if isinstance(each, DeltawireError) and not isinstance(each, ObjectMissing):
+                raise each
 
     def halt_if_newer(self, data: bytes) -> None:
         """Raise `Fenced` if these bytes are the record of a round that a later trainer opened."""

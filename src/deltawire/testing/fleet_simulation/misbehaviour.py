@@ -137,7 +137,7 @@ class Misbehaviour:
         for name in self._objects.keys(fleet_keys.LEASES)[-4:]:
             lease = fleet_keys.parse_lease_key(name)
             assert lease is not None
-            attempt = lease.attempt + (self._random.random() < 0.3)
+            attempt = (lease.attempt + (self._random.random() < 0.3)) % MOST_ATTEMPTS
             sent.append(_put(replace(rollouts, round=lease.round, task=lease.task, attempt=attempt)))
         return sent
 

@@ -18,7 +18,7 @@ from .region_model import RegionEngine
 from .store_model import Network
 from .trainer_model import Plan
 from .wan_link import PIECES
-from .world import Member, World
+from .world import Member, World, unexpected
 
 _PATIENCE = 4 * 3600.0
 """Virtual seconds that a run may take after the last fault. All known seeds need far less."""
@@ -91,6 +91,8 @@ def simulate(seed: int, *, members: int | None = None, regions: bool = False, tr
             _run(world)
     except Violation as error:
         violation = str(error)
+    except Exception as error:  # a fault of a model; it must not hide the seed, nor end the runs of other seeds
+        violation = str(unexpected("the simulation", error))
     rejected: Counter[str] = Counter()
     for trainer in world.trainers:
         if trainer.model.coordinator is not None:
@@ -131,6 +133,8 @@ def _world(random: Random, members: int | None, trace: Callable[[str], None] | N
         checkpoint_every=random.choice([1, 1, 2, 3]),
         polls_while_training=random.random() < 0.7,
         untrainable=random.choice([0, 0, 1, 6]),
+        publishes_beside=random.random() < 0.5,
+        upload_seconds=random.choice([0.0, 0.0, 5.0]),
     )
     network = Network(delay=random.choice([0.005, 0.05, 0.15]), timeout=random.choice([2.0, 10.0]), can_wait=random.random() < 0.5)
     granularity = random.choice([0.0, 0.0, 1.0])

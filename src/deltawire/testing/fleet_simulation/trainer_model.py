@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...errors import DeltawireError
+from ...errors import DeltawireError, Fenced, FleetTimeout
 from ...fleet.options import FleetOptions
 from ...fleet.rules.scheduler import Scheduler
 from ...fleet.rules.staleness import KnownVersion, StalenessBudget
@@ -63,6 +63,12 @@ class Plan:
         How many of 16 results fail in training, and are rejected after their acknowledgement.
     scheduler
         Makes what decides how many tasks each member is offered.
+    publishes_beside
+        Whether the trainer collects for the next step while it publishes a version.
+    upload_seconds
+        How long the trainer encodes and uploads a version.
+    commit_seconds
+        How long the commit takes after that, and how long until the trainer knows that it landed.
     """
 
     run: str
@@ -76,11 +82,27 @@ class Plan:
     polls_while_training: bool = True
     untrainable: int = 0
     scheduler: Callable[[], Scheduler] = Scheduler
+    publishes_beside: bool = False
+    upload_seconds: float = 0.0
+    commit_seconds: float = 0.2
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A version that is being published, and the history that its checkpoint will hold."""
+
+    history: History
+    version: KnownVersion | None = None
+    error: Fenced | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.version is not None or self.error is not None
 
 
 @dataclass(slots=True)
 class TrainerModel:
-    """One trainer process. `checkpoints` remain when it dies."""
+    """One trainer process. `checkpoints` remain when it dies. `spawn` runs steps in another thread of the process."""
 
     plan: Plan
     chain: ChainModel
@@ -90,7 +112,9 @@ class TrainerModel:
     draw_nonce: Callable[[], str]
     clock: Callable[[], int]
     ticks: Callable[[], float]
+    spawn: Callable[[Generator[Any, Any, None]], Any]
     coordinator: CoordinatorSteps | None = None
+    _in_flight: _InFlight | None = None
 
     def program(self, resume_step: int) -> Generator[Any, Any, None]:
         """Run the trainer until the last step is published."""
@@ -110,7 +134,9 @@ class TrainerModel:
             budget=self.plan.budget,
             options=self.plan.options,
         )
-        fleet = self.coordinator = CoordinatorSteps(trainer, newest=newest, ticks=self.ticks, scheduler=self.plan.scheduler())
+        fleet = self.coordinator = CoordinatorSteps(
+            trainer, newest=newest, ticks=self.ticks, scheduler=self.plan.scheduler(), ask_newest=self._newest
+        )
         yield from self._retry(fleet.resume)
         while history.step < self.plan.last_step:
             yield from self._train(fleet, history)
@@ -119,34 +145,88 @@ class TrainerModel:
     def _train(self, fleet: CoordinatorSteps, history: History) -> Generator[Any, Any, None]:
         """Do one training step: open its round and those ahead, collect, train, publish, and save a checkpoint."""
         step = history.step + 1
-        for ahead in range(step, min(self.plan.budget.newest_open(history.step), self.plan.last_step) + 1):
-            yield from self._retry(partial(fleet.open_round, self._rows(), for_step=ahead, sampling=_SAMPLING))
-        batch = yield from self._retry(partial(fleet.collect, step))
+        batch = yield from self._collect(fleet, step)
         untrainable = [index for index in range(len(batch.results)) if int(self.draw_nonce()[0], 16) < self.plan.untrainable]
         if untrainable:
             batch = yield from self._retry(partial(fleet.reject, batch, untrainable, "training on it failed"))
         self.oracle.trains(history, fleet.epoch, step, batch.rollouts)
-        yield from self._wait_for_training(fleet)
-        version = yield ExternalAction(0.2, partial(self.chain.publish, fleet.epoch, step))
-        fleet.published(version)
+        yield from self._wait_for_training(fleet, step)
+        yield from self._settle(fleet)  # only one version is in flight
+        self._in_flight = flight = _InFlight(history.copy())
+        publication = self._publish(flight, fleet.epoch, step)
+        if self.plan.publishes_beside and self.plan.budget.steps > 0 and step < self.plan.last_step:
+            self.spawn(publication)
+        else:
+            yield from publication
+            yield from self._settle(fleet)
+
+    def _collect(self, fleet: CoordinatorSteps, step: int) -> Generator[Any, Any, Any]:
+        """Collect the results of a step. Note versions that are published meanwhile, and open rounds as soon as the budget allows."""
+        while True:
+            if self._has_news():
+                yield from self._settle(fleet)
+            yield from self._open_rounds(fleet, step, further=0 if self.plan.polls_while_training else 1)
+            try:
+                return (yield from self._retry(partial(fleet.collect, step, stop=self._has_news)))
+            except FleetTimeout:
+                pass
+
+    def _open_rounds(self, fleet: CoordinatorSteps, step: int, *, further: int) -> Generator[Any, Any, None]:
+        for ahead in range(step, min(self.plan.budget.newest_open(fleet.newest.step) + further, self.plan.last_step) + 1):
+            yield from self._retry(partial(fleet.open_round, self._rows(), for_step=ahead, sampling=_SAMPLING))
+
+    def _publish(self, flight: _InFlight, epoch: int, step: int) -> Generator[Any, Any, None]:
+        """Publish a version. Keep the error for the trainer's own thread."""
+        try:
+            yield Sleep(self.plan.upload_seconds)
+            flight.version = yield ExternalAction(self.plan.commit_seconds, partial(self.chain.publish, epoch, step))
+        except Fenced as error:
+            flight.error = error
+
+    def _settle(self, fleet: CoordinatorSteps) -> Generator[Any, Any, None]:
+        """Wait until the version in flight is published, and save a checkpoint."""
+        while self._in_flight is not None and not self._in_flight.is_over:
+            yield Sleep(self.plan.commit_seconds / 4)
+        flight, self._in_flight = self._in_flight, None
+        if flight is None:
+            return
+        if flight.error is not None:
+            raise flight.error
+        assert flight.version is not None
+        fleet.published(flight.version)
+        step = flight.version.step
         saves = step % self.plan.checkpoint_every == 0 or step == self.plan.last_step
         if saves and fleet.epoch == self.chain.claimed:  # a replaced trainer does not overwrite the checkpoints of its successor
-            self.checkpoints[step] = history.copy()
+            self.checkpoints[step] = flight.history
 
-    def _wait_for_training(self, fleet: CoordinatorSteps) -> Generator[Any, Any, None]:
-        """Wait while a step is trained. Poll the fleet meanwhile, as `Coordinator` does in the background, and ignore errors there."""
+    def _has_news(self) -> bool:
+        return self._in_flight is not None and self._in_flight.is_over
+
+    def _newest(self) -> KnownVersion | None:
+        return None if self._in_flight is None else self._in_flight.version
+
+    def _wait_for_training(self, fleet: CoordinatorSteps, step: int) -> Generator[Any, Any, None]:
+        """Wait while a step is trained. Poll the fleet meanwhile, as `Coordinator` does in the background, and ignore errors there.
+
+        One round is opened ahead of its turn, as `GrpoTrainer` does.
+        """
         end = self.ticks() + self.plan.train_seconds
         while (left := end - self.ticks()) > 0:
             yield Sleep(min(left, self.plan.options.poll_seconds))
             if self.plan.polls_while_training:
                 with contextlib.suppress(DeltawireError):
                     yield from fleet.poll()
+                if self._has_news():
+                    yield from self._settle(fleet)
+                yield from self._open_rounds(fleet, step + 1, further=1)
 
     def _retry(self, steps: Callable[[], Generator[Any, Any, Any]]) -> Generator[Any, Any, Any]:
-        """Run steps, and run them again after every retryable error."""
+        """Run steps, and run them again after every retryable error, except if they were told to stop."""
         while True:
             try:
                 return (yield from steps())
+            except FleetTimeout:
+                raise
             except DeltawireError as error:
                 if not error.retryable:
                     raise

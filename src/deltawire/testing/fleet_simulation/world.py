@@ -171,6 +171,7 @@ class World:
             draw_nonce=self.draw_nonce,
             clock=self.clock(self._offset()),
             ticks=lambda: self.kernel.now,
+            spawn=lambda steps: process.start(steps, lambda value, error: self._thread_of_trainer_ended(process, error)),
         )
         trainer = Trainer(process, model)
         self.trainers.append(trainer)
@@ -194,7 +195,11 @@ class World:
                 raise Violation(f"{trainer.process.name} was fenced, but no other trainer has taken over: {error}")
             self.kernel.later(5.0, self.supervise_trainer)
         else:
-            raise _unexpected(trainer.process.name, error)
+            raise unexpected(trainer.process.name, error)
+
+    def _thread_of_trainer_ended(self, process: Process, error: Exception | None) -> None:
+        if error is not None:
+            raise unexpected(process.name, error)
 
     def kill_trainer(self, restart_after: float) -> None:
         """Kill the last trainer, and start another one after a while."""
@@ -253,7 +258,7 @@ class World:
 
     def _thread_ended(self, member: Member, process: Process, error: Exception | None) -> None:
         if error is not None and not isinstance(error, DeltawireError):
-            raise _unexpected(member.name, error)
+            raise unexpected(member.name, error)
         assert member.state is not None
         member.state.leave()  # as in the real process, the end of one thread ends all
         member.running -= 1
@@ -263,7 +268,7 @@ class World:
 
     def _left(self, member: Member, error: Exception | None) -> None:
         if error is not None:
-            raise _unexpected(member.name, error)
+            raise unexpected(member.name, error)
         assert member.process is not None
         member.process.kill()
         if not self.finished and not member.retired:
@@ -271,7 +276,7 @@ class World:
 
     def _heartbeat_ended(self, member: Member, error: Exception | None) -> None:
         if error is not None:
-            raise _unexpected(member.name, error)
+            raise unexpected(member.name, error)
 
     # Requests of processes
 
@@ -390,5 +395,6 @@ class _IgnoresAnswers:
         """Ignore the answer."""
 
 
-def _unexpected(process: str, error: Exception) -> Violation:
+def unexpected(process: str, error: Exception) -> Violation:
+    """Return the violation for an error that no process may die of."""
     return Violation(f"{process} died of an unexpected error:\n{''.join(traceback.format_exception(error))}")
