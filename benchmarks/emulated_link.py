@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
+from deltawire.errors import ObjectMissing
 from deltawire.store import Store
 from deltawire.store.base import Buffer, ObjectInfo, Progress, as_pieces
 
@@ -38,12 +40,14 @@ class EmulatedLink(Store):
         return self._streams
 
     def get(self, key: str, *, limit: int) -> bytes:
-        data = self.inner.get(key, limit=limit)
+        with self._waiting_for_misses():
+            data = self.inner.get(key, limit=limit)
         self._wait(len(data))
         return data
 
     def get_if_changed(self, key: str, *, limit: int, tag: str | None) -> tuple[bytes, str] | None:
-        found = self.inner.get_if_changed(key, limit=limit, tag=tag)
+        with self._waiting_for_misses():
+            found = self.inner.get_if_changed(key, limit=limit, tag=tag)
         self._wait(0 if found is None else len(found[0]))
         return found
 
@@ -82,6 +86,15 @@ class EmulatedLink(Store):
 
     def close(self) -> None:
         self.inner.close()
+
+    @contextmanager
+    def _waiting_for_misses(self) -> Iterator[None]:
+        """Wait for the answer that an object does not exist, too."""
+        try:
+            yield
+        except ObjectMissing:
+            self._wait(0)
+            raise
 
     def _wait(self, size: int) -> None:
         time.sleep(self._latency)

@@ -20,6 +20,8 @@ DEMO = HERE.parent / "examples" / "demo"
 LATENCY, BANDWIDTH = 0.03, 1.5e6
 _LAST = 5
 """The number of steps whose mean is the reward at the end."""
+PROMPTS = 12
+"""Prompts of a step, each a task of 192 tokens. A step then takes members two to three seconds; the steps of real runs take 20 to 60."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,10 @@ def pretrained(seconds: float) -> Iterator[Path]:
 
 def measure_modes(seconds: float, pretraining: float) -> Table:
     """Measure the four combinations, each for this many seconds after its first step."""
-    rate, count = 600, 2
+    rate, count, before = 600, 2, os.getloadavg()[0]
     with pretrained(pretraining) as model:
         runs = {
-            (mode, weights): run(model, [rate] * count, seconds=seconds, staleness=staleness, full=full, prompts=6)
+            (mode, weights): run(model, [rate] * count, seconds=seconds, staleness=staleness, full=full, prompts=PROMPTS)
             for mode, staleness in (("synchronous", 0), ("asynchronous", 1))
             for weights, full in (("whole", True), ("deltas", False))
         }
@@ -117,7 +119,18 @@ def measure_modes(seconds: float, pretraining: float) -> Table:
         "rl-async",
         f"The same GRPO run for {seconds:.0f} seconds: {count} members of {rate} tokens/s, a line of "
         f"{BANDWIDTH / 1e6:g} MB/s and {1000 * LATENCY:.0f} ms each (both emulated)",
-        ["mode", "weights sent", "per step", "steps", "tokens/s", "members idle", "trainer waits", "lag in steps", "reward, first → last"],
+        [
+            "mode",
+            "weights sent",
+            "per step",
+            "steps",
+            "tokens/s",
+            "share of their speed",
+            "members idle",
+            "trainer waits",
+            "lag in steps",
+            "reward, first → last",
+        ],
     )
     for (mode, weights), one in runs.items():
         idle = 1 - sum(one.busy) / len(one.busy)
@@ -128,6 +141,7 @@ def measure_modes(seconds: float, pretraining: float) -> Table:
                 f"{one.bytes / 1e3:,.0f} kB",
                 str(one.steps),
                 f"{one.rate:,.0f}",
+                f"{one.rate / (count * rate):.0%}",
                 f"{idle:.0%}",
                 f"{one.waiting:.0%}",
                 f"{one.lag:.2f}",
@@ -139,33 +153,42 @@ def measure_modes(seconds: float, pretraining: float) -> Table:
         f"{fast.state_bytes / fast.bytes:,.0f} × less to send.",
         "Real processes use a local store. Requests wait as long as they would on the emulated line, and members wait to keep to their "
         "speed. Asynchronous training has a staleness budget of 1 step, synchronous training one of 0; otherwise the code is the same. "
-        f"Rewards are means over {_LAST} steps.",
+        f"A step has {PROMPTS} prompts of 8 completions. Rewards are means over {_LAST} steps. {_load(before)}",
     ]
     for weights in ("whole", "deltas"):
         gain = runs["asynchronous", weights].rate / runs["synchronous", weights].rate
         table.check(f"asynchronous is faster with {weights} ({gain:.2f} times the tokens)", gain > 1)
     table.check(f"deltas and asynchrony together at least double the tokens ({fast.rate / slow.rate:.1f} times)", fast.rate > 2 * slow.rate)
+    share = fast.rate / (count * rate)
+    table.check(f"deltas and asynchrony together make at least 90% of the tokens that members could make ({share:.0%})", share >= 0.9)
     table.check("deltas and asynchrony together reach a higher reward in the same time", fast.reward > slow.reward)
     return table
 
 
 def measure_shares(seconds: float) -> Table:
     """Compare shares by speed with equal shares, where one member is four times slower than the other two."""
-    rates = [400, 400, 100]
+    rates, before = [400, 400, 100], os.getloadavg()[0]
     with pretrained(1) as model:  # the quality of its text does not matter here
         runs = {
-            name: run(model, rates, seconds=seconds, staleness=1, equal=equal, prompts=12)
+            name: run(model, rates, seconds=seconds, staleness=1, equal=equal, prompts=PROMPTS)
             for name, equal in (("equal shares", True), ("measured speed", False))
         }
     table = Table(
         "rl-shares",
-        f"Members of {', '.join(map(str, rates))} tokens/s (emulated), 12 tasks a step, for {seconds:.0f} seconds",
+        f"Members of {', '.join(map(str, rates))} tokens/s (emulated), {PROMPTS} tasks a step, for {seconds:.0f} seconds",
         ["tasks go to members by", "steps", "tokens/s", "share of their speed", *(f"busy, {rate} tokens/s" for rate in rates)],
     )
     for name, one in runs.items():
         busy = [f"{share:.0%}" for share in one.busy]
         table.rows.append([name, str(one.steps), f"{one.rate:,.0f}", f"{one.rate / sum(rates):.0%}", *busy])
     gain = runs["measured speed"].rate / runs["equal shares"].rate
-    table.notes.append("Equal shares are assigned to members in turn, and are never reassigned.")
+    share = runs["measured speed"].rate / sum(rates)
+    table.notes.append(f"Equal shares are assigned to members in turn, and are never reassigned. {_load(before)}")
+    table.check(f"shares by speed make at least 92% of the tokens that members could make ({share:.0%})", share >= 0.92)
     table.check(f"shares by speed are at least 1.5 times as fast ({gain:.2f} times)", gain >= 1.5)
     return table
+
+
+def _load(before: float) -> str:
+    """Say how busy the machine was. Other processes slow the trainer and the members down."""
+    return f"The load average of the machine was {before:.1f} before these runs, and {os.getloadavg()[0]:.1f} after them."

@@ -28,6 +28,7 @@ import quantise_speed
 import quantised_size
 import rank_cost
 import rl_async
+import rl_profile
 import routing_size
 import seaweed
 import step_cost
@@ -63,6 +64,7 @@ NAMES = [
     "routing",
     "rl-async",
     "rl-shares",
+    "rl-profile",
     "quantised-rl",
 ]
 
@@ -111,6 +113,7 @@ def main() -> int:
         "routing": lambda: routing_size.measure(2, 2) if quick else routing_size.measure(),
         "rl-async": lambda: rl_async.measure_modes(8, 5) if quick else rl_async.measure_modes(45, 30),
         "rl-shares": lambda: rl_async.measure_shares(12 if quick else 45),
+        "rl-profile": lambda: rl_profile.measure((6,), 1) if quick else rl_profile.measure(),
         "quantised-rl": lambda: _quantised_rl(quick),
     }
     names = _possible(arguments.names or NAMES)
