@@ -56,6 +56,8 @@ def run(model: Path, rates: Sequence[float], **settings: Any) -> Outcome:
             "equal": False,
             "full": False,
         }
+        path = os.pathsep.join([str(DEMO), *filter(None, [os.environ.get("PYTHONPATH")])])  # the children run the same deltawire
+        environment = os.environ | {"PYTHONPATH": path}
         outputs = []
         children = []
         roles = [("trainer", common | settings)]
@@ -64,7 +66,7 @@ def run(model: Path, rates: Sequence[float], **settings: Any) -> Outcome:
             output = Path(folder, f"{number}.jsonl")
             file = stack.enter_context(output.open("wb"))
             command = [sys.executable, str(HERE / "rl_processes.py"), role, json.dumps(arguments)]
-            children.append(stack.enter_context(subprocess.Popen(command, stdout=file, env=os.environ | {"PYTHONPATH": str(DEMO)})))
+            children.append(stack.enter_context(subprocess.Popen(command, stdout=file, env=environment)))
             stack.callback(children[-1].kill)
             outputs.append(output)
         for child in children:
