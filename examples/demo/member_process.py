@@ -21,6 +21,7 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import DeltawireError
 from deltawire.fleet.generation import Generated, Stop, never
 from deltawire.fleet.member import Member
+from deltawire.fleet.update_times import UpdateTimes
 from deltawire.format.records.trainer_records import Sampling
 from deltawire.rl.generation import TransformersGenerator
 from deltawire.rl.member import RewardScorer
@@ -79,10 +80,11 @@ def main() -> None:
 
 def serve(url: str, name: str, stop: threading.Event, **pace: Any) -> None:
     scorer = RewardScorer([task.known_words])
+    updates = UpdateTimes(tell_event)
     with open_store(url) as store:
         while not stop.is_set():
             try:
-                generator = PacedGenerator(store, options=ReaderOptions(reader=name), poll=POLL, on_event=tell_event, **pace)
+                generator = PacedGenerator(store, options=ReaderOptions(reader=name), poll=POLL, on_event=updates.listen, **pace)
                 break
             except DeltawireError as error:  # the trainer has published nothing yet
                 if not error.retryable:
@@ -91,7 +93,7 @@ def serve(url: str, name: str, stop: threading.Event, **pace: Any) -> None:
         else:
             return
         try:
-            Member(store, generator, scorer, name=name, poll=POLL, on_event=tell_event).run(stop)
+            Member(store, generator, scorer, name=name, poll=POLL, updates=updates, on_event=tell_event).run(stop)
         finally:
             generator.close()
         tell("weights", digest=generator.digest())

@@ -18,7 +18,7 @@ from deltawire.chain.pins import put_pin
 from deltawire.chain.reports import put_report
 from deltawire.format.records.fleet_files import Accepted, AcceptedResult
 from deltawire.format.records.fleet_parts import AttemptId, ObjectRef
-from deltawire.format.records.member_records import Heartbeat, Lease, LinkReport
+from deltawire.format.records.member_records import Heartbeat, Lease, LinkReport, UpdateReport
 from deltawire.format.records.trainer_records import BatchRecord, Board, Round, Sampling
 from deltawire.store import Store, fleet_keys, open_store
 
@@ -83,6 +83,7 @@ class ShownRun:
             "link": LinkReport(10_000_000, 12, 0),
             "behind_ms": 230,
             "engine": "vllm 0.32",
+            "update": UpdateReport(fetch_us=40_000, verify_us=5_000, resolve_us=30_000, pause_us=2_500, total_us=90_000),
         }
         beat = Heartbeat(id=self.id, member=member, session="ab" * 16, **{**fields, **changes})
         self.store.put(fleet_keys.member_key(member), beat.to_bytes())

@@ -56,6 +56,7 @@ def test_the_sections_tell_what_the_store_holds(run: ShownRun) -> None:
     assert sections["chain"]["entries"][-1]["metrics"] == {"reward": 0.14, "mismatch_kl": 2e-05}
     assert sections["members"]["shown"][0]["name"] == "steady"
     assert sections["members"]["shown"][0]["behind_ms"] == 230
+    assert sections["members"]["shown"][0]["update"]["pause_us"] == 2500
     assert sections["readers"]["pins"][0]["seq"] == run.seqs[1]
     assert sections["faults"] == []
 

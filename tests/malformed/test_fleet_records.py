@@ -11,7 +11,7 @@ import pytest
 from deltawire.errors import CorruptRecord, LimitExceeded, UnsupportedVersion
 from deltawire.format.records.fleet_files import Accepted, AcceptedResult, Tasks
 from deltawire.format.records.fleet_parts import ObjectRef
-from deltawire.format.records.member_records import MAX_FAILURES, MAX_GOODPUT, MAX_MILLISECONDS, Heartbeat, Lease, LinkReport
+from deltawire.format.records.member_records import MAX_FAILURES, MAX_GOODPUT, MAX_MILLISECONDS, Heartbeat, Lease, LinkReport, UpdateReport
 from deltawire.format.records.record_parts import Signature
 from deltawire.format.records.trainer_records import BatchRecord, Board, Rejection, Round, Sampling
 
@@ -29,6 +29,7 @@ LINK = LinkReport(12_500_000, 80, 3)
 LINKED = replace(BEAT, link=LINK, behind_ms=1234)
 LINKED_GOODBYE = replace(GOODBYE, link=LinkReport(MAX_GOODPUT, MAX_MILLISECONDS, MAX_FAILURES), behind_ms=MAX_MILLISECONDS)
 ENGINED = replace(BEAT, engine="vllm 0.32.0+cpu")
+UPDATED = replace(ENGINED, update=UpdateReport(fetch_us=4000, pause_us=900, total_us=6000))
 RECORDS = [ROUND, LEASE, BATCH, REJECTION, BEAT, GOODBYE, LINKED, LINKED_GOODBYE, ENGINED, BOARD, ACCEPTED]
 SIGNATURE = Signature("12" * 32, "34" * 64)
 SIGNED = [replace(record, signature=SIGNATURE) for record in (ROUND, BATCH, REJECTION, replace(BOARD, number=7))]
@@ -123,6 +124,11 @@ WRONG: list[tuple[Any, dict[str, Any]]] = [
     (LINKED, {"engine": "vllm"}),
     (ENGINED, {"version": 3}),
     (ENGINED, {"engine": None}),
+    (ENGINED, {"update": {}}),
+    (UPDATED, {"update": None}),
+    (UPDATED, {"update": UpdateReport(total_us=10**15 + 1).plain()}),
+    (UPDATED, {"update": UpdateReport().plain() | {"more": 1}}),
+    (UPDATED, {"engine": "\x1b[2J"}),
     (ENGINED, {"engine": ""}),
     (ENGINED, {"engine": "x" * 65}),
     (ENGINED, {"engine": "\x1b[2J"}),
@@ -163,6 +169,8 @@ def test_a_record_that_contradicts_itself_is_refused(record: Any, changes: dict[
         (LINKED_GOODBYE, 3),
         (ENGINED, 4),
         (replace(LINKED_GOODBYE, engine="transformers"), 4),
+        (UPDATED, 5),
+        (replace(BEAT, update=UpdateReport(pause_us=1)), 5),
     ],
 )
 def test_a_heartbeat_has_the_lowest_version_that_can_hold_it(beat: Heartbeat, version: int) -> None:

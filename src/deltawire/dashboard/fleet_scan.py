@@ -333,5 +333,6 @@ def _plain_member(one: SeenMember, *, silent: bool) -> dict[str, Any]:
         "failures": 0 if link is None else link.failures,
         "behind_ms": beat.behind_ms,
         "engine": beat.engine,
+        "update": None if beat.update is None else beat.update.plain(),
         "reason": None if beat.reason is None else short(beat.reason, 300),
     }

@@ -40,6 +40,7 @@ from .steps.claim_steps import claim_steps
 from .steps.member_state import MemberState, heartbeat_steps, leave_steps
 from .steps.requests import FindVersion, Generate, Steps, Sync, run_steps
 from .steps.work_steps import TaskFailed, upload_steps, work_steps
+from .update_times import UpdateTimes
 
 _LOOK = 0.02
 _SHORTEST_BEAT = 1.0
@@ -89,6 +90,8 @@ class Member:
         How many seconds leaving may take while the store does not answer.
     clock
         Returns seconds since 1970. They are written into records for people, and no decision depends on them.
+    updates
+        Listens to the engine, so that heartbeats say where the time of its last update went. None says nothing about it.
     on_event
         Called with every event.
     """
@@ -106,6 +109,7 @@ class Member:
         patience: float = 1.0,
         grace: float = 5.0,
         clock: Callable[[], float] = time.time,
+        updates: UpdateTimes | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
         member_key(name)  # raises ValueError for a name that no member can have
@@ -127,6 +131,7 @@ class Member:
         self._error: BaseException | None = None
         self._of_thread = threading.local()
         self._link = MemberLink(store, clock)
+        self._updates = updates or UpdateTimes()
 
     def run(self, stop: threading.Event) -> None:
         """Work until `stop` is set or the trainer ends the run; then leave. Raises errors that are not retryable.
@@ -190,6 +195,7 @@ class Member:
             on_event=self._on_event,
             keyring=FleetKeyring(trusted_keys=self._log.trusted_keys),
             measure=self._link.report,
+            updates=self._updates.report,
             engine=_engine_of(self._generator),
         )
 

@@ -13,6 +13,7 @@ from ..errors import DeltawireError, UnusableReward
 from ..events import OnEvent, emit, with_fields
 from ..fleet.generation import Generator
 from ..fleet.member import Member, tell_failure
+from ..fleet.update_times import UpdateTimes
 from ..format.records.fleet_files import Row
 from ..store import Store, StoreOptions
 from ..subscribe.follow import pause
@@ -136,9 +137,10 @@ def serve(
     name = options.name or reader_name()
     on_event = with_fields(on_event, member=name)
     with _reader_options(options, name).open_store([options.source, *options.relays], on_event=on_event) as store:
+        updates = UpdateTimes(on_event)
         try:
             scorer = RewardScorer([load_reward(spec) for spec in options.env])
-            generator = _open_generator(options, name, store, stop, on_event)
+            generator = _open_generator(options, name, store, stop, updates.listen)
         except Exception as error:
             tell_failure(store, name, error, clock=clock)
             raise
@@ -152,6 +154,7 @@ def serve(
             options=_reader_options(options, name),
             poll=options.poll,
             clock=clock,
+            updates=updates,
             on_event=on_event,
         )
         try:

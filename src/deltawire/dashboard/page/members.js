@@ -61,14 +61,23 @@ function drawLag(data) {
   $("lag-words").textContent = `Versions that members are behind: green is the newest version, blue is one behind, red is ${HOT_LAG} or more. ` + (lags.length ? `Now ${count(median(lags))} typically, and ${count(Math.max(...lags))} at most.` : "");
 }
 
-const PHASES = [["latency", "s5", "latency of the link"], ["transfer", "s0", "transfer, from bytes and goodput"], ["rest", "s1", "waiting, decoding, swap"]];
+const PHASES = [
+  ["wait", "s5", "until the member looks, and waiting"], ["fetch", "s0", "fetch"], ["verify", "s3", "verify"], ["resolve", "s4", "decode"], ["pause", "s2", "pause of the engine"], ["rest", "s1", "other"],
+];
 
-/** The facts that a heartbeat tells about updates, in seconds. */
+/** The facts that a heartbeat tells about updates, in seconds. Without the times of the last update, the transfer follows from the link. */
 function phasesOf(one, bytes) {
-  if (!finite(one.behind_ms)) return null;
-  const total = one.behind_ms / 1000, latency = Math.min(total, (one.latency_ms || 0) / 1000);
-  const transfer = Math.min(total - latency, one.goodput ? bytes / one.goodput : 0);
-  return { total, latency, transfer, rest: total - latency - transfer };
+  if (!finite(one.behind_ms) && !one.update) return null;
+  const update = one.update || {}, told = (name) => (finite(update[`${name}_us`]) ? update[`${name}_us`] / 1e6 : 0);
+  const total = Math.max(finite(one.behind_ms) ? one.behind_ms / 1000 : 0, told("total"));
+  const found = { total, fetch: told("fetch"), verify: told("verify"), resolve: told("resolve"), pause: told("pause") };
+  if (!one.update && one.goodput) found.fetch = Math.min(total, (one.latency_ms || 0) / 1000 + bytes / one.goodput);
+  const known = found.fetch + found.verify + found.resolve + found.pause;
+  const within = told("total") || known;  // phases overlap, so they are drawn as shares of the whole sync
+  if (known > within) for (const name of ["fetch", "verify", "resolve", "pause"]) found[name] *= within / known;
+  found.wait = Math.max(0, total - within);
+  found.rest = Math.max(0, total - found.wait - Math.min(known, within));
+  return found;
 }
 
 function drawSync(data) {
@@ -90,8 +99,8 @@ function drawSync(data) {
   }
   plot.append(svgEl("text", { x: left, y: height - 5, text: "0" }));
   $("sync").replaceChildren(plot);
-  $("sync-words").textContent = `From the publication of a version until a member has it. Median ${duration(median(rows.map((one) => one.phases.total)))}` + (rows.length > shown.length ? `; the slowest ${shown.length} of ${rows.length} are shown.` : ".");
-  legend("sync-legend", PHASES.map(([, mark, words]) => [mark, words]));
+  $("sync-words").textContent = `From the publication of a version until a member has it. Median ${duration(median(rows.map((one) => one.phases.total)))}, of which the engine pauses ${duration(median(rows.map((one) => one.phases.pause)))}` + (rows.length > shown.length ? `; the slowest ${shown.length} of ${rows.length} are shown.` : ".");
+  legend("sync-legend", PHASES.filter(([name]) => shown.some((row) => row.phases[name] > 0)).map(([, mark, words]) => [mark, words]));
 }
 
 const COLUMNS = [
@@ -100,6 +109,7 @@ const COLUMNS = [
   { key: "step", title: "step", number: true, show: (one) => count(one.step) },
   { key: "lag", title: "behind", number: true, show: (one) => (finite(one.seq) ? count(one.lag) : "–") },
   { key: "behind_ms", title: "update", number: true, show: (one) => duration(one.behind_ms === null ? NaN : one.behind_ms / 1000) },
+  { key: "pause", title: "pause", number: true, show: (one) => duration(finite(one.update?.pause_us) ? one.update.pause_us / 1e6 : NaN) },
   { key: "goodput", title: "link", number: true, show: (one) => (finite(one.goodput) ? `${size(one.goodput)}/s` : "–") },
   { key: "latency_ms", title: "latency", number: true, show: (one) => duration(one.latency_ms === null ? NaN : one.latency_ms / 1000) },
   { key: "working", title: "tasks", number: true, show: (one) => count(one.working) },
@@ -114,7 +124,7 @@ function drawMembers(data) {
   $("members-card").hidden = !shown.length;
   if (!shown.length) return;
   const rows = shown.filter((one) => one.name.toLowerCase().includes(wanted));
-  const order = (one) => (one[membersView.sort] === null ? -Infinity : one[membersView.sort]);
+  const order = (one) => (membersView.sort === "pause" ? one.update?.pause_us : one[membersView.sort]) ?? -Infinity;
   rows.sort((a, b) => (order(a) < order(b) ? -1 : order(a) > order(b) ? 1 : a.name < b.name ? -1 : 1) * (membersView.down ? -1 : 1));
   const visible = membersView.all ? rows : rows.slice(0, MOST_ROWS);
   const columns = COLUMNS.map((column) => ({ ...column, head: el("button", { type: "button", text: column.title + (membersView.sort === column.key ? (membersView.down ? " ↓" : " ↑") : ""), on: { click: () => sortBy(data, column.key) } }) }));

@@ -39,6 +39,7 @@ function size(bytes) {
 function duration(seconds) {
   if (!finite(seconds)) return "–";
   if (seconds < 0) return "0 s";
+  if (seconds < 0.01) return `${digits(1000 * seconds, 2)} ms`;
   if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
   if (seconds < 90) return `${seconds < 10 ? seconds.toFixed(1) : Math.round(seconds)} s`;
   if (seconds < 5400) return `${Math.round(seconds / 60)} min`;

@@ -11,7 +11,7 @@ from ...errors import StoreError
 from ...events import OnEvent, emit
 from ...format.records.fleet_files import Row
 from ...format.records.fleet_parts import MAX_WHY, AttemptId
-from ...format.records.member_records import MAX_WORKING, Heartbeat, Lease, LinkReport
+from ...format.records.member_records import MAX_WORKING, Heartbeat, Lease, LinkReport, UpdateReport
 from ...format.records.trainer_records import Board, Round
 from ...format.rollouts import Rollouts
 from ...store import fleet_keys
@@ -109,6 +109,8 @@ class MemberState:
     measure
         Returns what the member has measured: its link to the store, and how many milliseconds its last updates took from their publication
         until the engine had them. Each is None while it is unknown.
+    updates
+        Returns where the time of the last update went. None while that is unknown.
     engine
         The name of the engine, for people. None if it is unknown.
     newest_board
@@ -170,6 +172,7 @@ class MemberState:
     on_event: OnEvent | None = None
     keyring: FleetKeyring = field(default_factory=FleetKeyring)
     measure: Callable[[], tuple[LinkReport | None, int | None]] = lambda: (None, None)
+    updates: Callable[[], UpdateReport | None] = lambda: None
     engine: str | None = None
     newest_board: tuple[int, int] = (-1, -1)
     policy: KnownVersion | None = None
@@ -213,6 +216,7 @@ class MemberState:
             link=link,
             behind_ms=behind_ms,
             engine=self.engine,
+            update=self.updates(),
         )
 
     @property

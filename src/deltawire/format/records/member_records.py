@@ -17,6 +17,8 @@ MAX_GOODPUT = 10**15
 """Most bytes per second that a heartbeat reports. Writers report higher numbers as this one."""
 MAX_MILLISECONDS = 10**12
 """Longest time that the report of a link has, about 32 years. Writers report longer times as this one."""
+MAX_MICROSECONDS = 10**15
+"""Longest time that the report of an update has, about 32 years. Writers report longer times as this one."""
 MAX_FAILURES = 10**9
 """Most failed transfers that a heartbeat reports. Writers report more as this number."""
 
@@ -86,6 +88,32 @@ class LinkReport:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """Where the time of a member's last update went, in microseconds, for people. Each time is None if it is unknown.
+
+    `fetch_us`, `verify_us` and `resolve_us` are for reading, checking and decoding its files; they overlap. `total_us` is the whole sync.
+    `pause_us` is the time in which the engine could not generate.
+    """
+
+    fetch_us: int | None = None
+    verify_us: int | None = None
+    resolve_us: int | None = None
+    pause_us: int | None = None
+    total_us: int | None = None
+
+    def plain(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def of(cls, fields: Fields) -> UpdateReport:
+        report = cls(*(fields.nullable(name, fields.integer) for name in cls.__slots__))
+        fields.done()
+        if any((time or 0) > MAX_MICROSECONDS for time in report.plain().values()):
+            fields.refuse("a time in it is longer than any update can take")
+        return report
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """A member's report about itself. The time of its writing keeps leases alive; the other fields are for offers and for people.
 
@@ -95,8 +123,10 @@ class Heartbeat:
     it measured of its link to the store, and `behind_ms` how long its last updates took from their publication until it had them; both are
     None while they are unknown. `engine` is the name of the member's engine, if it is known.
 
-    With an engine the record has version 4, without one but with `link` or `behind_ms` version 3, only with a reason version 2, and
-    otherwise version 1.
+    `update` is where the time of its last update went, if that is known.
+
+    With an update the record has version 5, otherwise with an engine version 4, without one but with `link` or `behind_ms` version 3, only
+    with a reason version 2, and otherwise version 1.
     """
 
     id: str
@@ -114,23 +144,26 @@ class Heartbeat:
     link: LinkReport | None = None
     behind_ms: int | None = None
     engine: str | None = None
+    update: UpdateReport | None = None
 
     def to_bytes(self) -> bytes:
         own = {
             name: getattr(self, name) for name in ("id", "member", "session", "state", "seq", "step", "lag", "tokens", "busy_ms", "time")
         }
         added: dict[str, Any] = {"version": 1} if self.reason is None else {"version": 2, "reason": self.reason}
-        if self.link is not None or self.behind_ms is not None or self.engine is not None:
+        if any(part is not None for part in (self.link, self.behind_ms, self.engine, self.update)):
             link = None if self.link is None else self.link.plain()
             added = {"version": 3, "reason": self.reason, "link": link, "behind_ms": self.behind_ms}
         if self.engine is not None:
             added |= {"version": 4, "engine": self.engine}
+        if self.update is not None:
+            added |= {"version": 5, "engine": self.engine, "update": self.update.plain()}
         return checked_bytes(Heartbeat, {"deltawire": "member", **own, **added, "working": [list(attempt) for attempt in self.working]})
 
     @classmethod
     def parse(cls, data: bytes) -> Heartbeat:
         """Return the record with these bytes."""
-        fields = Fields.parse(data, "member", versions=(1, 2, 3, 4))
+        fields = Fields.parse(data, "member", versions=(1, 2, 3, 4, 5))
         beat = cls(
             id=fields.matching("id", NONCE),
             member=fields.matching("member", READER),
@@ -146,7 +179,8 @@ class Heartbeat:
             reason=_reason(fields),
             link=fields.nullable("link", lambda name: LinkReport.of(fields.object(name))) if fields.version >= 3 else None,
             behind_ms=fields.nullable("behind_ms", fields.integer) if fields.version >= 3 else None,
-            engine=fields.matching("engine", ENGINE) if fields.version == 4 else None,
+            engine=_engine(fields),
+            update=UpdateReport.of(fields.object("update")) if fields.version == 5 else None,
         )
         fields.done()
         if beat.reason is not None and not 1 <= len(beat.reason) <= MAX_WHY:
@@ -169,3 +203,14 @@ def _reason(fields: Fields) -> str | None:
     if fields.version == 1:
         return None
     return fields.text("reason") if fields.version == 2 else fields.nullable("reason", fields.text)
+
+
+def _engine(fields: Fields) -> str | None:
+    """Return the name of the engine, which version 4 always has, and version 5 may have."""
+    if fields.version < 4:
+        return None
+
+    def read(name: str) -> str:
+        return fields.matching(name, ENGINE)
+
+    return read("engine") if fields.version == 4 else fields.nullable("engine", read)
