@@ -53,5 +53,5 @@ function drawStaleness(data) {
     plot.append(svgEl("text", { x: x(at), y: box.bottom + 15, "text-anchor": "middle", text: at }));
   });
   $("staleness").replaceChildren(plot);
-  $("staleness-words").textContent = `How many steps older than the newest possible the version was with which a task began. ${allowed} are allowed.`;
+  $("staleness-words").textContent = `How many steps older than the newest possible the version was with which a task began. ${allowed} ${allowed === 1 ? "is" : "are"} allowed.`;
 }
