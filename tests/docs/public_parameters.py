@@ -12,6 +12,7 @@ import inspect
 import re
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +34,9 @@ def public_names() -> list[str]:
 def load(name: str) -> Any:
     """Return the object of this full name."""
     module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TRL warns when it is imported
+        return getattr(importlib.import_module(module), attribute)
 
 
 def documented(docstring: str | None) -> set[str]:
