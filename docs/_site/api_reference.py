@@ -66,6 +66,12 @@ PAGES = {
             "deltawire.rl.router_export.experts_for_skyrl",
         ),
     ),
+    "telemetry": Page(
+        "deltawire.telemetry",
+        "Monitoring",
+        "[Monitor](../monitoring.md) says how to use it.",
+        ("deltawire.events.log_events", "deltawire.events.tell_all", "deltawire.fleet.store_events.StoreEvents"),
+    ),
     "quantise": Page("deltawire.quantise", "Quantising", "[Quantise](../quantise.md) says what each recipe makes."),
     "store": Page("deltawire.store", "Stores", "[Operate](../operations.md#stores) says how to use them."),
     "testing": Page(
