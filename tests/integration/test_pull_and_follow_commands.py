@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,29 @@ def test_a_store_that_goes_back_is_noticed(chain: Path, tmp_path: Path) -> None:
         (chain / f"commit/{seq:020}.json").unlink()
     fail("follow", chain, tmp_path / "mirror", "--once", kind="RollbackDetected")
     assert_same(load_checkpoint(tmp_path / "mirror" / "current"), state(2))
+
+
+HANGING_PULL = """
+import threading
+from deltawire.cli import main
+from deltawire.cli.commands import pull
+from deltawire.store.local import LocalStore
+
+def read_into(*_, **__):
+    print("reading", flush=True)
+    threading.Event().wait()
+
+LocalStore.read_into = read_into
+pull._LONGEST_ENDING = 0.1
+main()
+"""
+
+
+def test_a_pull_that_waits_for_its_store_or_rate_ends_after_a_signal(chain: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HANGING_PULL, "pull", str(chain), str(tmp_path / "out")]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "reading\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300) in (-signal.SIGALRM, 128 + signal.SIGTERM)
+    assert not (tmp_path / "out").exists()

@@ -28,6 +28,7 @@ from ..output import figures
 from ..output.event_notices import print_if_not_shared, print_if_verbose, print_if_waiting
 from ..output.progress import progress_bar
 from ..output.terminal import print_json, print_rows
+from ..process.ending import Ending
 from ..process.exit_codes import exit_codes
 from ..stores.opened import opened
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from ...chain.log import ChainLog
     from ...chain.version import Version
     from ...events import Event
+
+_LONGEST_ENDING = 30.0
+"""The command ends at most this many seconds after a signal, also if a transfer waits for its store or for --max-rate."""
 
 
 def pull(
@@ -65,7 +69,7 @@ def pull(
     directory up to date, use `follow`.
     """
     refuse_several(at=at, step=step)
-    with exit_codes(json):
+    with exit_codes(json), Ending(_LONGEST_ENDING):
         from ...subscribe.pull import pull as pull_version
 
         started = time.perf_counter()
