@@ -9,6 +9,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeAlias
@@ -290,7 +291,7 @@ class Store(ABC):
         """
         check_key(key)
 
-    def distrust(self, reason: str) -> bool:
+    def distrust(self, reason: str, *, may_come: bool) -> bool:
         """Note that what was read does not lead to a version. A store with several sources reads from its origin for a while.
 
         Returns whether reading again may give something else. The default does nothing and returns False.
@@ -299,8 +300,14 @@ class Store(ABC):
         ----------
         reason
             What is wrong, for an event.
+        may_come
+            Whether only data are missing, which a source may still get.
         """
         return False
+
+    def origin_alone(self) -> AbstractContextManager[None]:
+        """Return a context in which a store with several sources reads records and listings from its origin only."""
+        return nullcontext()
 
     @abstractmethod
     def close(self) -> None:

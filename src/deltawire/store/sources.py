@@ -12,6 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -183,6 +184,8 @@ class Sources(Store):
         """When the origin was last asked in vain for a commit."""
         self._served: OrderedDict[str, Copy | None] = OrderedDict()
         """The copy that an object was last read from. None for the origin."""
+        self._alone = 0
+        """How many readers want to read records from the origin only at this moment."""
         self._reported_empty: set[str] = set()
         """URLs of copies of which an event said that they hold no chain."""
         self._lock = threading.Lock()
@@ -288,12 +291,22 @@ class Sources(Store):
             each.exclude(key)
         self._leave(copy, f"{key} there does not have the content that its record says")
 
-    def distrust(self, reason: str) -> bool:
+    def distrust(self, reason: str, *, may_come: bool) -> bool:
         now = self._clock()
-        used = [copy for copy in self._usable() if not copy.is_waited_for(now, self._options.patience)]
+        used = [copy for copy in self._usable() if not (may_come and copy.is_waited_for(now, self._options.patience))]
         for copy in used:
             self._leave(copy, reason)
-        return bool(used)
+        return bool(used) if may_come else bool(self._copies)  # a copy may have been left since it served what is wrong
+
+    @contextmanager
+    def origin_alone(self) -> Iterator[None]:
+        with self._lock:
+            self._alone += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._alone -= 1
 
     @property
     def streams(self) -> int:
@@ -311,6 +324,8 @@ class Sources(Store):
 
     def _usable(self, *, for_data: bool = False) -> Sequence[Copy]:
         """Return the copies of this chain that answer and are nearer than the origin, best first."""
+        if self._alone and not for_data:
+            return ()
         now = self._clock()
         self._look_for_more(now)
         found = [copy for copy in self._copies if copy.is_due(now) and self._is_same_run(copy)]

@@ -111,8 +111,11 @@ class WrappedStore(Store):
     def doubt(self, key: str) -> None:
         self.inner.doubt(key)
 
-    def distrust(self, reason: str) -> bool:
-        return self.inner.distrust(reason)
+    def distrust(self, reason: str, *, may_come: bool) -> bool:
+        return self.inner.distrust(reason, may_come=may_come)
+
+    def origin_alone(self) -> AbstractContextManager[None]:
+        return self.inner.origin_alone()
 
     def close(self) -> None:
         self.inner.close()

@@ -88,10 +88,12 @@ class ChainView:
         try:
             return action()
         except (ChainError, DeltaError) as error:
-            if isinstance(error, (ChainStale, NoChain)) or not self.log.store.distrust(str(error)):
+            may_come = isinstance(error, DataMissing)
+            if isinstance(error, (ChainStale, NoChain)) or not self.log.store.distrust(str(error), may_come=may_come):
                 raise
             self.log.forget()
-            return action()
+            with self.log.store.origin_alone():
+                return action()
 
     def _reach(self, seq: int | None, attempt: Callable[[Commit], _Result], watch: Stopwatch) -> _Result:
         passed: Commit | None = None

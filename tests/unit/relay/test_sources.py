@@ -437,6 +437,49 @@ def test_a_listing_of_a_copy_that_does_not_end_is_not_used(is_slow: bool, monkey
     assert [event.fields["reason"] for event in region.events if event.name == "relay-avoided"]
 
 
+def test_a_copy_that_holds_data_back_is_still_blamed_for_wrong_records():
+    """The reader waits for data that may still come to a copy. Meanwhile that copy must not end the reader with a wrong commit."""
+    region = Region(2, signed=True)
+    with region.reader() as reader:
+        for _ in range(2):
+            region.assert_synced(reader)
+            region.chain.grow(1)
+            region.relay()
+            region.clock.now += 6
+        region.assert_synced(reader)  # the copy keeps up, so it is waited for
+        region.chain.grow(2)
+        copy = region.copies[0].inner
+        copy.put(keys.commit_key(region.chain.commits[-2].seq), b"{}")
+        missed = region.chain.commits[-1].files[0]
+        region.clock.now += 6
+        assert reader._store.get(keys.commit_key(region.chain.commits[-2].seq), limit=1 << 16) == b"{}"
+        with pytest.raises(ObjectMissing):
+            reader._store.read_into(missed.key, memoryview(bytearray(missed.size)))
+        region.assert_synced(reader)
+    assert "relay-avoided" in region.names()
+
+
+def test_copies_that_lie_in_turn_do_not_keep_a_reader_from_the_origin():
+    """While the reader tries again with the origin, another copy is asked again, which was left alone before and lies, too."""
+    region = Region(2, copies=2, signed=True)
+    with region.reader() as reader:
+        region.assert_synced(reader)
+        region.chain.grow(1)
+        region.relay()
+        for copy in region.copies:
+            copy.inner.put(keys.commit_key(region.chain.commits[-1].seq), b"{}")
+        sources = reader._store
+        assert isinstance(sources, Sources)
+        leave = sources._leave
+
+        def leave_for_a_moment(copy: Copy, reason: str) -> None:
+            leave(copy, reason)
+            copy.wait_until(region.clock.now)
+
+        sources._leave = leave_for_a_moment  # type: ignore[method-assign]
+        region.assert_synced(reader)
+
+
 def test_a_reader_says_when_it_begins_to_read_a_copy():
     region = Region(2)
     with region.reader() as reader:
