@@ -76,6 +76,24 @@ def test_no_task_is_copied_while_there_is_other_work() -> None:
     assert {attempt.round for attempts in offers.values() for attempt in attempts} == {1}
 
 
+def test_a_copy_goes_to_the_fastest_idle_member_that_has_delivered() -> None:
+    roster, scheduler = fleet(far=50.0, near=10.0, nearer=8.0)
+    hear(roster, "a-stranger", 10, NOW - 1)
+    state = round_of(0, 11, 1, 9)
+    lease(state, 0, "far", NOW)
+    assert board([state], roster, scheduler).offers == {"nearer": (AttemptId(0, 0, 1),)}
+
+
+def test_while_nothing_is_known_an_idle_member_gets_a_copy_long_before_patience_ends() -> None:
+    roster, scheduler = Roster(RUN), Scheduler(patience=120)
+    state = round_of(0, 11, 1, 9)
+    lease(state, 0, "far", NOW)
+    for later, expected in ((29, {}), (31, {"near": (AttemptId(0, 0, 1),)})):
+        for name in ("far", "near"):
+            hear(roster, name, 10, NOW + later, working=(AttemptId(0, 0, 0),) if name == "far" else ())
+        assert board([state], roster, scheduler, now=NOW + later).offers == expected
+
+
 def test_only_as_many_tasks_are_copied_as_members_are_idle_and_the_latest_first() -> None:
     roster, scheduler = fleet(far=50.0, near=10.0)
     state = round_of(0, 11, 3, 9)

@@ -231,7 +231,8 @@ def test_a_member_that_would_hold_up_the_step_is_tried_seldom() -> None:
 
 def test_a_copy_of_a_task_is_worth_it_if_an_idle_member_is_clearly_faster_or_the_lease_is_far_too_old() -> None:
     scheduler = Scheduler()
-    assert not scheduler.is_worth_a_copy("far", NOW, NOW + 1000, 10)  # nothing is measured yet
+    assert not scheduler.is_worth_a_copy("far", NOW, NOW + 30, None)  # nothing is measured yet, and patience is 120 seconds
+    assert scheduler.is_worth_a_copy("far", NOW, NOW + 31, None)
     delivers(scheduler, "near", every=10, after=10, results=40)
     delivers(scheduler, "far", every=10, after=40)
     assert scheduler.expected_seconds("far") == pytest.approx(40)
@@ -241,6 +242,22 @@ def test_a_copy_of_a_task_is_worth_it_if_an_idle_member_is_clearly_faster_or_the
     assert not scheduler.is_worth_a_copy("far", NOW, NOW + 25, 10)  # it should be done soon
     assert scheduler.is_worth_a_copy("far", NOW, NOW + 31, 10)  # it should have been done long ago
     assert not scheduler.is_worth_a_copy("near", NOW, NOW + 9, 1)
+    delivers(scheduler, "quick", every=2, after=2)
+    assert not scheduler.is_worth_a_copy("quick", NOW, NOW + 6, 10)
+    assert scheduler.is_worth_a_copy("quick", NOW, NOW + 7, 10)  # long for this member, although others need longer
+
+
+def test_a_member_that_lost_its_first_task_is_tried_again_soon_and_counts_as_fast_as_it_then_is() -> None:
+    scheduler = measured({"old": 100}, rest_seconds=60)
+    members = [Candidate("old", 0), Candidate("new", 0)]
+    scheduler.note_alive(["old", "new"], NOW)
+    scheduler.delivered("new", tokens=0, offered=NOW, leased=NOW, finished=NOW + 10)  # its engine was warming up
+    assert counts(scheduler, 8, members, now=NOW + 50) == {"old": 8}
+    assert counts(scheduler, 8, members, now=NOW + 80) == {"old": 7, "new": 1}
+    scheduler.delivered("new", tokens=0, offered=NOW + 80, leased=NOW + 80, finished=NOW + 90)
+    assert counts(scheduler, 8, members, now=NOW + 300) == {"old": 8}  # it has lost two in a row
+    scheduler.delivered("new", tokens=4000, offered=NOW + 700, leased=NOW + 700, finished=NOW + 710)
+    assert scheduler.rate("new") == pytest.approx(400)
 
 
 def test_a_lease_far_longer_than_others_is_a_straggler_unless_the_member_is_just_slow() -> None:

@@ -25,6 +25,8 @@ class OpenTask:
         Members that still work on an earlier attempt. They are never offered the task again.
     failed
         Members whose attempts expired or were refused. They are offered the task only if no other member can take it.
+    wanted
+        The member that should get the task if it can take one; None if any member will do.
     """
 
     task: int
@@ -32,6 +34,7 @@ class OpenTask:
     offered_at: float = 0.0
     busy: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
+    wanted: str | None = None
 
 
 def divide_work(total: float, weights: Sequence[float], held: Sequence[float], rooms: Sequence[float]) -> list[float]:
@@ -107,13 +110,17 @@ def divide_tasks(total: int, weights: Sequence[float], held: Sequence[float], ro
 def assign(tasks: Sequence[OpenTask], counts: Mapping[str, int], unresponsive: Collection[str]) -> dict[int, str]:
     """Give each member as many tasks as `counts` says. Return task → member.
 
-    Members keep the offers that they have. No member gets a task that it still works on, and none gets a task that it failed at if another
-    member can take it.
+    Wanted members come first, and members keep the offers that they have. No member gets a task that it still works on, and none gets a
+    task that it failed at if another member can take it.
     """
     left = dict(counts)
     assigned: dict[int, str] = {}
     waiting: list[OpenTask] = []
     for task in tasks:
+        if task.wanted is not None and task.wanted in counts:
+            assigned[task.task] = task.wanted
+            left[task.wanted] = max(0, left[task.wanted] - 1)
+            continue
         name = task.offered_to
         if name is not None and name not in unresponsive and left.get(name, 0) > 0 and name not in task.busy and name not in task.failed:
             assigned[task.task] = name

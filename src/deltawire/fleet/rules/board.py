@@ -168,19 +168,26 @@ def _offer_late_tasks(
     newest_open: int,
     now: float,
 ) -> None:
-    """Add tasks that a late member holds to the open tasks of the first round, for members that would be idle otherwise."""
+    """Add tasks that a late member holds to the open tasks of the first round, each for one member that would be idle otherwise.
+
+    The fastest of these members come first. Those that have delivered nothing count only while no member has: a copy that a member behind
+    the same slow link gets would not help.
+    """
     state, opened, _ = surveys[0]
     idle = [
-        name
-        for name, beat in alive.items()
-        if beat.step is not None and beat.step >= state.record.oldest_step and not holding.get(name) and scheduler.proven(name)
+        name for name, beat in alive.items() if beat.step is not None and beat.step >= state.record.oldest_step and not holding.get(name)
     ]
-    spare = len(idle) - sum(len(each) for one, each, _ in surveys if one.record.for_step <= newest_open)
-    seconds = min((each for name in idle if (each := scheduler.expected_seconds(name)) is not None), default=None)
-    if spare > 0 and seconds is not None:
+    proven = [name for name in idle if scheduler.proven(name)]
+    fastest = sorted(proven or idle, key=lambda name: (scheduler.expected_seconds(name) or 0.0, name))
+    spare = len(fastest) - sum(len(each) for one, each, _ in surveys if one.record.for_step <= newest_open)
+    seconds = scheduler.expected_seconds(fastest[0]) if fastest else None
+    if spare > 0 and (proven or seconds is None):
         known = {one.task for one in opened}
         late = [one for one in state.late_tasks(roster, scheduler, seconds, now) if one.task not in known]
-        opened += late[:spare]
+        for one in late[:spare]:
+            name = next((each for each in fastest if each not in one.failed), fastest[0])
+            fastest.remove(name)
+            opened.append(replace(one, wanted=name))
 
 
 class _Offers:

@@ -271,10 +271,10 @@ class RoundState:
             opened.append(OpenTask(number, task.offered_to, task.offered_at, busy, tried - busy))
         return opened, held
 
-    def late_tasks(self, roster: Roster, scheduler: Scheduler, others: float, now: float) -> list[OpenTask]:
+    def late_tasks(self, roster: Roster, scheduler: Scheduler, others: float | None, now: float) -> list[OpenTask]:
         """Return the tasks that one member holds and another one that is idle would finish earlier; the latest first.
 
-        `others` is how many seconds the idle member needs for a task.
+        `others` is how many seconds the idle member needs for a task; None if nothing is known.
         """
         late: list[tuple[float, OpenTask]] = []
         for number, task in enumerate(self.tasks):

@@ -19,7 +19,9 @@ _MOST_PROGRESS = 0.75
 _CLEARLY = 1.5
 """A copy of a task is worth its while if the first attempt takes so many times as long as the copy."""
 _LONGER_REST = 10
-"""A member that would hold up the step is tried after so many times `rest_seconds`."""
+"""A member that would hold up the step is tried after so many times `rest_seconds`, unless it has lost only one task."""
+_UNKNOWN = 0.25
+"""While no duration is known, idle members get copies of tasks whose leases have lasted this share of `patience`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class _Record:
     latency: float | None = None
     """Seconds from a lease to its result, of leases that the member took while it had no other work."""
     proven: int = 0
+    lost: int = 0
+    """How many results in a row were lost or refused."""
     live: bool = True
     last_busy: float = float("-inf")
 
@@ -167,15 +171,15 @@ class Scheduler:
         record.finished = record.last_busy = max(record.finished, finished)
         if record.elapsed >= self.window:
             measured = record.tokens / record.elapsed
-            record.rate = measured if record.rate is None else self._blend(record.rate, measured)
+            record.rate = self._blend(record.rate, measured) if record.rate else measured  # 0: nothing was accepted before
             if record.results:
                 each = record.elapsed / record.results
                 record.interval = each if record.interval is None else self._blend(record.interval, each)
             record.tokens, record.results, record.elapsed = 0, 0, 0.0
         if tokens == 0:
-            record.proven = 0
+            record.proven, record.lost = 0, record.lost + 1
             return
-        record.proven += 1
+        record.proven, record.lost = record.proven + 1, 0
         duration = max(0.0, finished - leased)
         if was_free:
             record.latency = duration if record.latency is None else self._blend(record.latency, duration)
@@ -294,10 +298,11 @@ class Scheduler:
             return record.seconds_per_task
         return self._sorted_durations[len(self._sorted_durations) // 2] if self._sorted_durations else None
 
-    def is_worth_a_copy(self, member: str, leased: float, now: float, others: float) -> bool:
+    def is_worth_a_copy(self, member: str, leased: float, now: float, others: float | None) -> bool:
         """Return whether another member that has nothing to do should be offered a task that this member holds.
 
-        It should if the other one would be done clearly earlier, or if the lease has lasted far longer than tasks usually do.
+        It should if the other one would be done clearly earlier, or if the lease has lasted far longer than tasks of the fleet or of this
+        member usually do. While nothing is known, it should after a part of `patience`: the other one has nothing else to do.
 
         Parameters
         ----------
@@ -308,13 +313,14 @@ class Scheduler:
         now
             The time of the fleet clock.
         others
-            How many seconds the other member needs.
+            How many seconds the other member needs; None if nothing is known.
         """
-        if not self._sorted_durations:
-            return False
-        typical = max(self._sorted_durations[len(self._sorted_durations) // 2], self.window)
-        left = leased + (self.expected_seconds(member) or 0.0) - now
-        return left > _CLEARLY * others + self.window or now - leased > self.straggler * typical
+        expected = self.expected_seconds(member)
+        if expected is None or others is None:
+            return now - leased > _UNKNOWN * self.patience
+        typical = self._sorted_durations[len(self._sorted_durations) // 2]
+        left = leased + expected - now
+        return left > _CLEARLY * others + self.window or now - leased > self.straggler * max(self.window, min(typical, expected))
 
     def _longest_lease(self, member: str) -> float:
         """Return the seconds after which a member that should deliver a task is late."""
@@ -397,12 +403,14 @@ class Scheduler:
         """Give one task to each member that has been idle for long, so that the trainer notices if it is fast again.
 
         The tasks are taken from the members that get most. At most an eighth of all tasks is given away like this. A member that would
-        finish after all others waits longer for its turn, because the step waits for it.
+        finish after all others waits longer for its turn, because the step waits for it. A member that has lost one task waits no longer:
+        its engine may have been warming up.
         """
         total = sum(counts)
         idle = []
         for index, one in enumerate(eligible):
-            rest = self.rest_seconds * (1 if in_time[index] else _LONGER_REST)
+            is_soon = in_time[index] or self._record(one.name).lost == 1
+            rest = self.rest_seconds * (1 if is_soon else _LONGER_REST)
             if counts[index] == 0 and one.holding == 0 and now - self._record(one.name).last_busy > rest:
                 idle.append(index)
         idle.sort(key=lambda index: self._record(eligible[index].name).last_busy)
