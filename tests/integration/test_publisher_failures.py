@@ -316,7 +316,7 @@ def test_whatever_a_bad_store_does_no_acknowledged_version_is_lost(seed, backgro
     inner = MemoryStore()
 
     def strikes(each):
-        return not each.key.startswith("probe/") and luck.random() < 0.006
+        return not each.key.startswith("probe/") and luck.random() < 0.005
 
     faults = [fault(strikes, kind, times=None) for fault in (Before, After) for kind in ("unknown", "unavailable", "full")]
     training = Training(seed)

@@ -84,11 +84,11 @@ def test_a_copy_goes_to_the_fastest_idle_member_that_has_delivered() -> None:
     assert board([state], roster, scheduler).offers == {"nearer": (AttemptId(0, 0, 1),)}
 
 
-def test_while_nothing_is_known_an_idle_member_gets_a_copy_long_before_patience_ends() -> None:
+def test_while_nothing_is_known_an_idle_member_gets_a_copy_before_patience_ends() -> None:
     roster, scheduler = Roster(RUN), Scheduler(patience=120)
     state = round_of(0, 11, 1, 9)
     lease(state, 0, "far", NOW)
-    for later, expected in ((29, {}), (31, {"near": (AttemptId(0, 0, 1),)})):
+    for later, expected in ((59, {}), (61, {"near": (AttemptId(0, 0, 1),)})):
         for name in ("far", "near"):
             hear(roster, name, 10, NOW + later, working=(AttemptId(0, 0, 0),) if name == "far" else ())
         assert board([state], roster, scheduler, now=NOW + later).offers == expected

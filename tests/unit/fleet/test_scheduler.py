@@ -231,8 +231,8 @@ def test_a_member_that_would_hold_up_the_step_is_tried_seldom() -> None:
 
 def test_a_copy_of_a_task_is_worth_it_if_an_idle_member_is_clearly_faster_or_the_lease_is_far_too_old() -> None:
     scheduler = Scheduler()
-    assert not scheduler.is_worth_a_copy("far", NOW, NOW + 30, None)  # nothing is measured yet, and patience is 120 seconds
-    assert scheduler.is_worth_a_copy("far", NOW, NOW + 31, None)
+    assert not scheduler.is_worth_a_copy("far", NOW, NOW + 60, None)  # nothing is measured yet, and patience is 120 seconds
+    assert scheduler.is_worth_a_copy("far", NOW, NOW + 61, None)
     delivers(scheduler, "near", every=10, after=10, results=40)
     delivers(scheduler, "far", every=10, after=40)
     assert scheduler.expected_seconds("far") == pytest.approx(40)

@@ -20,7 +20,7 @@ _CLEARLY = 1.5
 """A copy of a task is worth its while if the first attempt takes so many times as long as the copy."""
 _LONGER_REST = 10
 """A member that would hold up the step is tried after so many times `rest_seconds`, unless it has lost only one task."""
-_UNKNOWN = 0.25
+_UNKNOWN = 0.5
 """While no duration is known, idle members get copies of tasks whose leases have lasted this share of `patience`."""
 
 
