@@ -64,8 +64,8 @@ def counted(address: str | None, listener: OnEvent, member: str | None = None) -
 
         def count_and_pass_on(event: Event) -> None:
             try:
-                listener(event)
+                metrics(event)  # first, so that the metrics include what the command has printed
             finally:
-                metrics(event)
+                listener(event)
 
         yield count_and_pass_on
