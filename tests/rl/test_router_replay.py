@@ -247,6 +247,9 @@ def test_the_layers_of_an_engine_include_those_without_routers():
         (lambda good: np.where(good == good.max(), 8, good), "but the model has 8"),
         (lambda good: np.where(good == 0, -2, good), "experts from -2"),
         (lambda good: np.full_like(good, 2**31 - 1), "but the model has 8"),
+        (lambda good: torch.from_numpy(good).bfloat16(), "no array of integers"),
+        (lambda good: [good[0, 0].tolist(), good[0, 0, :1].tolist()], "no array of integers"),
+        (lambda good: good[:, :, :0], "0 layers were recorded"),
         (lambda good: np.full(good.shape, 2**63 + 5, np.uint64), "but the model has 8"),
     ],
 )

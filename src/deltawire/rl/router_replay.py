@@ -11,6 +11,7 @@ The experts are replaced, and nothing else is: their weights come from the train
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ NO_EXPERT = -1
 """Stands in a row of experts where nothing was recorded."""
 
 Experts: TypeAlias = NDArray[Any] | torch.Tensor
+_LARGEST = int(np.iinfo(np.int32).max)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -97,11 +99,13 @@ class RouterReplay:
         attention
             The attention mask of the input. Tokens that it leaves out are not counted, and keep the model's own routing.
         """
+        self._check_open()
         checked = self.check(experts)
         tokens = checked.shape[0]
         counts = np.ones(tokens, np.bool_)
         if attention is not None:
-            counts = np.asarray(attention.cpu() if isinstance(attention, torch.Tensor) else attention).reshape(-1).astype(np.bool_)
+            kept = (attention != 0).cpu().numpy() if isinstance(attention, torch.Tensor) else np.asarray(attention)
+            counts = kept.reshape(-1).astype(np.bool_)
             if len(counts) != tokens:
                 raise UnusableRouting(f"there are experts for {tokens:,} tokens, but the attention mask has {len(counts):,}.")
         unrecorded: NDArray[np.bool_] = (checked < 0).max(-1)
@@ -125,12 +129,10 @@ class RouterReplay:
         experts
             As for `set`.
         """
-        array = experts.detach().cpu().numpy() if isinstance(experts, torch.Tensor) else np.asarray(experts)
-        if array.dtype.kind not in "iu" or array.ndim < 3:
-            raise UnusableRouting(f"experts are integers [tokens, layers, top k], not {array.dtype} with the shape {list(array.shape)}.")
+        array = _integers(experts)
         if array.shape[-1] != self.top_k:
             raise UnusableRouting(f"{array.shape[-1]} experts per token were recorded, but the model chooses {self.top_k}.")
-        array = array.reshape(-1, *array.shape[-2:])
+        array = array.reshape(math.prod(array.shape[:-2]), *array.shape[-2:])
         if array.shape[1] == self.all_layers != len(self.layers):
             array = array[:, list(self.layers)]
         if array.shape[1] != len(self.layers):
@@ -140,15 +142,20 @@ class RouterReplay:
         return array.astype(np.int32)
 
     def check_replayed(self) -> None:
-        """Raise `UnusableRouting` if a router has not run since `set`, for example because a fused kernel runs in its place."""
+        """Raise `UnusableRouting` if a router has not run since `set`.
+
+        A fused kernel may run in its place, or code that was compiled before this object put its hooks on the model.
+        """
         if self._rows is not None and (idle := [each.layer for each, ran in zip(self._routers, self._rows.ran, strict=True) if not ran]):
             raise UnusableRouting(
-                f"the router of layer {idle[0]} did not run, so nothing was replayed there. Load the model without kernels from the hub."
+                f"the router of layer {idle[0]} did not run, so nothing was replayed there.",
+                hint="Load the model without kernels from the hub, and make the RouterReplay before a compiled model first runs.",
             )
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recording]:
         """Record the experts of every forward pass in the context, including replayed ones."""
+        self._check_open()
         recording = Recording(len(self._routers))
         self._recordings.append(recording)
         try:
@@ -164,7 +171,7 @@ class RouterReplay:
         return counts
 
     def close(self) -> None:
-        """Remove the hooks from the model. A second call does nothing."""
+        """Remove the hooks from the model. A second call does nothing. `set` and `record` raise `UnusableRouting` from then on."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -176,8 +183,16 @@ class RouterReplay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if not self._hooks:
+            raise UnusableRouting("this RouterReplay is closed, so it replays and records nothing.", hint="Make another one for the model.")
+
     def _hook(self, place: int) -> Any:
-        def hook(_: torch.nn.Module, args: tuple[Any, ...], out: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
+        own = self._routers[place].module
+
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], out: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
+            if module is not own and not getattr(module, "_is_replica", False):
+                return None  # a deep copy of the model takes the hooks along; DataParallel's replicas are the model itself
             return self._routed(place, args[0], out)
 
         return hook
@@ -228,8 +243,15 @@ class Recording:
     def take(self) -> NDArray[np.int32]:
         """Return the experts [tokens, layers with routers, top k] of all forward passes since the last call, one after the other."""
         passes, self._passes = self._passes, [[] for _ in self._passes]
-        if not passes[0]:
-            raise UnusableRouting("nothing was recorded, because the model has not run.")
+        if not any(passes):
+            raise UnusableRouting(
+                "nothing was recorded, because the model has not run.", hint="Run the model in the context of record first."
+            )
+        if any([len(one) for one in each] != [len(one) for one in passes[0]] for each in passes):
+            raise UnusableRouting(
+                "some routers did not process all tokens, because a forward pass failed half-way, or a fused kernel ran in place of one.",
+                hint="Run the model again, and load it without kernels from the hub.",
+            )
         whole = torch.stack([torch.cat(each) for each in passes], 1)
         return np.asarray(whole.to(device="cpu", dtype=torch.int32), np.int32)
 
@@ -246,20 +268,37 @@ def lay_out(sequences: Sequence[Experts | None], attention: torch.Tensor) -> tor
     attention
         The attention mask [rows, columns], with padding on any side.
     """
-    found = [None if each is None else torch.as_tensor(each) for each in sequences]
-    shapes = {tuple(each.shape[1:]) for each in found if each is not None}
+    if attention.ndim != 2 or len(attention) != len(sequences):
+        raise UnusableRouting(
+            f"there are experts of {len(sequences)} sequences, but the attention mask has the shape {list(attention.shape)}."
+        )
+    found = [None if each is None else _integers(each) for each in sequences]
+    shapes = {each.shape[1:] for each in found if each is not None}
     if not shapes:
         return None
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
         raise UnusableRouting(f"sequences of one batch have experts of the shapes {sorted(shapes)}.")
-    whole = torch.full((*attention.shape, *next(iter(shapes))), NO_EXPERT, dtype=torch.int32)
+    whole = np.full((*attention.shape, *next(iter(shapes))), NO_EXPERT, np.int32)
     for row, each in enumerate(found):
         if each is not None:
-            here = attention[row].cpu() != 0
+            here = (attention[row] != 0).cpu().numpy()
             if int(here.sum()) != len(each):
                 raise UnusableRouting(f"a sequence has {int(here.sum()):,} tokens, but the experts of {len(each):,} were recorded.")
-            whole[row, here] = each.to(torch.int32)
-    return whole
+            if each.size and (int(each.min()) < NO_EXPERT or int(each.max()) > _LARGEST):
+                raise UnusableRouting(f"experts from {each.min()} to {each.max()} were recorded, which no model has.")
+            whole[row, here] = each
+    return torch.from_numpy(whole)
+
+
+def _integers(experts: Experts) -> NDArray[Any]:
+    """Return experts as an array [..., layers, top k] of integers of any type. Raises `UnusableRouting` if they are none."""
+    try:
+        array = experts.detach().cpu().numpy() if isinstance(experts, torch.Tensor) else np.asarray(experts)
+    except (TypeError, ValueError, RuntimeError) as error:  # a type that numpy does not have, such as bfloat16, or rows of unequal lengths
+        raise UnusableRouting(f"experts are integers [tokens, layers, top k], but these are no array of integers ({error}).") from error
+    if array.dtype.kind not in "iu" or array.ndim < 3:
+        raise UnusableRouting(f"experts are integers [tokens, layers, top k], not {array.dtype} with the shape {list(array.shape)}.")
+    return array
 
 
 @dataclass(slots=True, eq=False)
@@ -283,14 +322,18 @@ class _Rows:
     def of(self, place: int, own: torch.Tensor, runs_again: bool) -> torch.Tensor:
         """Return the experts of a layer, on the device and in the type of the router's own choice."""
         if len(own) != self._experts.shape[1]:
-            raise UnusableRouting(f"there are experts for {self._experts.shape[1]:,} tokens, but the model was given {len(own):,}.")
+            raise UnusableRouting(
+                f"there are experts for {self._experts.shape[1]:,} tokens, but the model was given {len(own):,}.",
+                hint="Pass one row for each token of the input, padding included, or call clear to let the model choose.",
+            )
         if not runs_again:
             self.ran[place] += 1
         else:
             self._ran_again[place] += 1
             if self._ran_again[place] > self.ran[place]:
                 raise UnusableRouting(
-                    "a checkpointed layer ran again after the experts of another micro-batch were set. Call backward before the next set."
+                    "a checkpointed layer ran again after the experts of another micro-batch were set.",
+                    hint="Call backward before the next set.",
                 )
         if own.device not in self._copies:
             self._copies[own.device] = self._experts.to(own.device)

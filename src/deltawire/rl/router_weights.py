@@ -123,16 +123,27 @@ def _tried(router: torch.nn.Module, dtype: torch.dtype, autocast: bool, training
     state: dict[str, torch.Tensor] = {}
     for name, tensor in [*router.named_parameters(), *router.named_buffers()]:
         if tensor.is_floating_point():
-            state[name] = random(tensor.shape, dtype)
+            state[f"router.{name}"] = random(tensor.shape, dtype)
     width = next(tensor.shape[1] for tensor in state.values() if tensor.dim() == 2)
     experts = next(tensor.shape[0] for tensor in state.values() if tensor.dim() == 2)
     hidden = random(torch.Size((_ROWS, width)), dtype)
     extra = [random(torch.Size((experts,)), torch.float32) for _ in range(_biases(router))]
     with torch.no_grad(), _mode(router, training), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = torch.func.functional_call(router, state, (hidden.clone(), *extra), strict=False)
+        out = torch.func.functional_call(_WithoutHooks(router), state, (hidden.clone(), *extra), strict=False)
     if not isinstance(out, tuple) or len(out) != 3 or not all(isinstance(each, torch.Tensor) for each in out):
         raise TypeError("it does not return three tensors")
     return (*out, hidden, autocast)
+
+
+class _WithoutHooks(torch.nn.Module):
+    """Runs a router without its hooks, because another `RouterReplay` may be replaying or recording with them."""
+
+    def __init__(self, router: torch.nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.router.forward(*args)
 
 
 def _biases(router: torch.nn.Module) -> int:
