@@ -135,7 +135,7 @@ def _tried(router: torch.nn.Module, dtype: torch.dtype, autocast: bool, training
     return (*out, hidden, autocast)
 
 
-class _WithoutHooks(torch.nn.Module):
+class _WithoutHooks(torch.nn.Module):  # type: ignore[misc]  # torch is not type-checked here
     """Runs a router without its hooks, because another `RouterReplay` may be replaying or recording with them."""
 
     def __init__(self, router: torch.nn.Module) -> None:
