@@ -72,6 +72,9 @@
     │   ├── CorruptRollouts         a file of rollouts breaks a rule of docs/protocol.md
     │   ├── FleetTimeout            a round did not finish within the time limit
     │   └── FleetDeserted           all members left because of errors, and none came back
+    ├── LiveError                   live traffic cannot be read
+    │   ├── CorruptInteractions     a file of interactions breaks a rule of docs/protocol.md
+    │   └── CorruptFeedback         a file of feedback breaks a rule of docs/protocol.md
     ├── TrainingError               training cannot begin, or cannot go on
     │   ├── UnusableRows            rows of the dataset cannot be used for generation or training
     │   ├── UnusableSettings        settings do not fit the model, for example too long completions
@@ -559,6 +562,22 @@ class FleetDeserted(FleetError):
         "Correct the causes that they report, restart the trainer (it continues where it was), then start members. "
         "With FleetOptions(patience_seconds=math.inf) a trainer waits without a limit."
     )
+
+
+class LiveError(DeltawireError):
+    """Live traffic cannot be recorded, read or joined."""
+
+
+class CorruptInteractions(LiveError):
+    """A file of interactions is damaged, or breaks a rule of docs/protocol.md."""
+
+    hint = "Nothing of it is used. Check which gateway wrote it, and who else can write to the store."
+
+
+class CorruptFeedback(LiveError):
+    """A file of feedback is damaged, or breaks a rule of docs/protocol.md."""
+
+    hint = "Nothing of it is used. Check which gateway wrote it, and who else can write to the store."
 
 
 class TrainingError(DeltawireError):

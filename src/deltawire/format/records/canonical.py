@@ -105,6 +105,14 @@ class Fields:
         if self._left:
             self.refuse(f"it has the unknown field {min(self._left)!r}")
 
+    def has(self, name: str) -> bool:
+        """Tell whether there is a field with this name that was not taken yet."""
+        return name in self._left
+
+    def any(self, name: str) -> Any:
+        """Return a field of any type. The caller checks it."""
+        return self._take(name)
+
     def integer(self, name: str) -> int:
         value = self._take(name)
         if type(value) is not int or not 0 <= value <= MAX_INTEGER:
