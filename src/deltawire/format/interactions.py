@@ -120,7 +120,7 @@ class AnswerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Interaction:
-    """What a gateway knows about one completion, besides its tokens.
+    """The facts that a gateway knows about one completion, besides its tokens.
 
     Parameters
     ----------
