@@ -27,6 +27,7 @@ deltawire = deltawire.engines.vllm.plugin:register
 deltawire_test_faults = injected_faults:register
 deltawire_test_fp8_block = fp8_block_kernel:register
 deltawire_test_memory = model_memory:register
+deltawire_test_holds = held_completions:register
 """
 
 

@@ -13,12 +13,13 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from held_completions import Hold
 from live_server import LiveServer, wait_until
 from tiny_checkpoints import State, TinyModel
 
@@ -27,7 +28,7 @@ from deltawire.engines.routed_experts import ModelRouters, read_captured_experts
 from deltawire.engines.vllm.driver.generation import VllmGenerator
 from deltawire.engines.vllm.driver.token_route import TOKEN_ROUTE, token_request
 from deltawire.engines.vllm.driver.worker_experts import WorkerExperts
-from deltawire.fleet.generation import Generated
+from deltawire.fleet.generation import Generated, GeneratedSpan
 from deltawire.format.records.trainer_records import Sampling
 from deltawire.format.routing import RoutingLayout
 from deltawire.store import open_store
@@ -189,34 +190,29 @@ def check_abort_and_resume(server: LiveServer, routing: Routing, chance: Any) ->
     routing.check([*shared, 7], found[: BLOCK + 1])
 
 
-def check_swaps(run: Any, generator: VllmGenerator, saved: dict[int, Path], chance: Any) -> None:
-    """Publish versions until some fall into completions. Each version has routers of its own."""
-    is_over = threading.Event()
-
-    def publish_now_and_then() -> None:
-        while not is_over.wait(0.3):
+def check_swaps(run: Any, generator: VllmGenerator, path: Path, saved: dict[int, Path], chance: Any) -> None:
+    """Let a swap fall into completions. Each version has routers of its own."""
+    prompt = [5, 6, 7]
+    with ThreadPoolExecutor(1) as pool:
+        with Hold(path, tokens=25) as hold:
+            generated = pool.submit(generator.generate, [prompt], Sampling(samples=2, max_tokens=60))
+            hold.wait()
             for name, tensor in run.state.items():
                 if name.endswith("mlp.gate.weight"):
                     tensor[...] = 0.3 * chance.normal(size=tensor.shape)
             version = run.publish()
             saved[version.seq] = run.saved()
+            wait_until(lambda: generator.version == version, "the new version")
+        made = generated.result()
+    mixed = [each for each in made if len(each.spans) > 1]
+    assert mixed
+    for each in made:
+        check_spans(prompt, each, saved)
+    with pytest.raises(AssertionError, match="other tokens"):  # the new version alone would have chosen other experts
+        check_spans(prompt, replace(mixed[0], spans=(GeneratedSpan(0, len(mixed[0].tokens), version),)), saved)
 
-    prompt = [5, 6, 7]
-    mixed: list[Generated] = []
 
-    def swap_fell_into_a_completion() -> bool:
-        made = generator.generate([prompt], Sampling(samples=2, max_tokens=300))
-        mixed.extend(each for each in made if len(each.spans) > 1)
-        return bool(mixed)
-
-    trainer = threading.Thread(target=publish_now_and_then)
-    trainer.start()
-    try:
-        wait_until(swap_fell_into_a_completion, "a completion by several versions", seconds=180)
-    finally:
-        is_over.set()
-        trainer.join()
-    each = mixed[0]
+def check_spans(prompt: Sequence[int], each: Generated, saved: dict[int, Path]) -> None:
     assert each.routing is not None
     assert each.routing.layout == LAYOUT
     experts, whole = each.routing.experts, [*prompt, *each.tokens.tolist()]
@@ -226,10 +222,10 @@ def check_swaps(run: Any, generator: VllmGenerator, saved: dict[int, Path], chan
         Routing(saved[span.version.seq]).check(whole, experts, rows)
 
 
-def test_rows_belong_to_their_tokens(start_run: Callable[[TinyModel], Any], serve: Callable[..., LiveServer]) -> None:
+def test_rows_belong_to_their_tokens(start_run: Callable[[TinyModel], Any], serve: Callable[..., LiveServer], tmp_path: Path) -> None:
     run = start_run(FloatModel("experts", experts=16))
     first = run.publish()
-    server = serve(run.checkpoint, arguments=ARGUMENTS).wait()
+    server = serve(run.checkpoint, arguments=ARGUMENTS, environment=Hold.environment(tmp_path / "hold")).wait()
     chance = np.random.default_rng(0)
     with open_store(run.store) as store:
         generator = VllmGenerator(store, server.url, poll=0.05, kv_cache=KvCache.DROP, routing=True)
@@ -244,6 +240,6 @@ def test_rows_belong_to_their_tokens(start_run: Callable[[TinyModel], Any], serv
             check_prefix_caching_and_chunks(server, routing, chance)
             check_preemption(server, routing, chance)
             check_abort_and_resume(server, routing, chance)
-            check_swaps(run, generator, saved, chance)
+            check_swaps(run, generator, tmp_path / "hold", saved, chance)
         finally:
             generator.close()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from held_completions import Hold
 from live_server import LiveServer, wait_until
 from tiny_checkpoints import TinyModel, train
 
@@ -27,11 +30,12 @@ ROWS = [{"prompt": "w1 w2 w3"}, {"prompt": "w4"}]
 
 
 def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
-    start_run: Callable[[TinyModel], Any], serve: Callable[..., LiveServer]
+    start_run: Callable[[TinyModel], Any], serve: Callable[..., LiveServer], tmp_path: Path
 ) -> None:
     run = start_run(TinyModel("dense"))
     first = run.publish()
-    server = serve(run.checkpoint, arguments=["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]).wait()
+    arguments = ["--logprobs-mode", "processed_logprobs", "--enable-scale-out"]
+    server = serve(run.checkpoint, arguments=arguments, environment=Hold.environment(tmp_path / "hold")).wait()
     with open_store(run.store) as store:
         generator = VllmGenerator(store, server.url, poll=0.05, kv_cache=KvCache.MARK)
         try:
@@ -51,29 +55,16 @@ def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
             text = generator.decode([ROWS[0]], [drawn[0].tokens.tolist()])
             assert isinstance(text[0], str)
 
-            made: list[Any] = []
-            published: list[Any] = []
             long = Sampling(samples=4, max_tokens=400, seed=9)
-            is_over = threading.Event()
-
-            def publish_now_and_then() -> None:
-                while not is_over.wait(0.3):  # without a pause the server would only swap
-                    published.append(run.publish())
-
-            trainer = threading.Thread(target=publish_now_and_then)
-            trainer.start()
-
-            def swap_fell_into_a_completion() -> bool:
-                made.extend(generator.generate(prompts, long))
-                return any(len(each.spans) > 1 for each in made)
-
-            try:
-                wait_until(swap_fell_into_a_completion, "a completion by several versions", seconds=180)
-            finally:
-                is_over.set()
-                trainer.join()
-            wait_until(lambda: generator.version == published[-1], "the last version")
-            assert len(made) % 8 == 0
+            with ThreadPoolExecutor(1) as pool:
+                with Hold(tmp_path / "hold", tokens=25) as hold:
+                    generated = pool.submit(generator.generate, prompts, Sampling(samples=4, max_tokens=60, seed=9))
+                    hold.wait()
+                    last = run.publish()
+                    wait_until(lambda: generator.version == last, "the last version")
+                made = generated.result()
+            assert any([span.version for span in each.spans] == [first, last] for each in made)
+            assert len(made) == 8
             for each in made:
                 places = [(span.start, span.end) for span in each.spans]
                 assert [start for start, _ in places] == [0, *(end for _, end in places[:-1])]
@@ -89,7 +80,7 @@ def test_tokens_are_attributed_to_the_version_that_made_them_across_swaps(
             assert generator._has_exact_route
             generator._has_exact_route = False  # some servers do not have that route
             plain = generator.generate(prompts, Sampling(samples=2, max_tokens=6))
-            assert [each.spans[0].version for each in plain] == [published[-1]] * 4
+            assert [each.spans[0].version for each in plain] == [last] * 4
             assert all(each.logprobs.dtype == np.float32 and (each.logprobs <= 0).all() for each in plain)
 
             generator._logprobs_mode = "raw_logprobs"  # vLLM's default
