@@ -10,7 +10,8 @@ from ..events import OnEvent
 from ..format.records.record_parts import Limits
 from ..format.records.signing import public_keys
 from ..store.base import Store, StoreOptions
-from ..store.sources import Location, SourceOptions, open_sources
+from ..store.locations import Location, open_sources
+from ..store.source_options import SourceOptions
 from .log import ChainLog
 from .published_relays import published_relays
 

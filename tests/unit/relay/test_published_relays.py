@@ -19,8 +19,9 @@ from deltawire.format.records.relay_records import PublishedRelay
 from deltawire.relay import Relay
 from deltawire.store import Store, keys
 from deltawire.store.local import LocalStore
+from deltawire.store.locations import open_sources
 from deltawire.store.memory import MemoryStore
-from deltawire.store.sources import Sources, open_sources
+from deltawire.store.sources import Sources
 from deltawire.subscribe import Subscriber
 from deltawire.testing import FaultyStore
 

@@ -25,7 +25,8 @@ from ....chain.version import Version
 from ....errors import DecodingDiffers, DeltawireError, EngineError, EngineModelDiffers, NoChain, StoreError
 from ....events import Event, OnEvent, emit
 from ....store import Store
-from ....store.sources import Location, Sources
+from ....store.locations import Location
+from ....store.sources import Sources
 from ....subscribe import Subscriber
 from ....subscribe.delta_spool import default_spool
 from ....subscribe.follow import pause as pace
