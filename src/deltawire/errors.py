@@ -82,6 +82,7 @@
     │   ├── UnsupportedRouting      the model's way to choose experts is not known
     │   ├── UnusableRouting         recorded experts do not fit the model or the batch
     │   └── TrainingFailed          training fails even without the suspicious results
+    ├── UnusableGate                a gate cannot decide by the limits or numbers that it was given
     ├── UnusablePlan                a number that the planner was given cannot be used
     ├── TelemetryUnavailable        metrics, logs or traces cannot be passed on
     └── CodecUnavailable            the requested codec cannot run on this machine
@@ -621,6 +622,12 @@ class TrainingFailed(TrainingError):
     """Training fails even without the suspicious results. Nothing of the failed step was published."""
 
     hint = 'Read the events "step-skipped" and "rollout-rejected", correct the causes that they name, and start the trainer again.'
+
+
+class UnusableGate(DeltawireError):
+    """A gate cannot decide by the limits or numbers that it was given."""
+
+    hint = "Change the limits of the gate. `deltawire gate --help` explains them."
 
 
 class UnusablePlan(DeltawireError):

@@ -13,6 +13,7 @@ from deltawire.format.records.announcement_records import Announcement
 from deltawire.format.records.canary_records import CanaryRecord, RecordedTokens
 from deltawire.format.records.collection_records import Mark, Pin
 from deltawire.format.records.file_list import FileListRef
+from deltawire.format.records.gate_records import ChannelPlace, EvaluationResult, GateRecord, GroupMean, LimitFinding
 from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, RecipeRecord, Signature, link_targets
 from deltawire.format.records.run_records import Epoch, Head, Run
 from deltawire.format.records.version_records import Commit, Shortcut
@@ -68,6 +69,23 @@ LISTED_ANCHOR = dataclasses.replace(ANCHOR_2, files=(), file_list=LISTED)
 SKIP = Shortcut(ID, 3, ID, 1, CommitRef(8, HASH, DIGEST), CommitRef(4, OTHER, Digest()), 100, 4, DELTA.files, SIGNATURE)
 ANCHOR_SHORTCUT = dataclasses.replace(SKIP, base=None, files=CHECKPOINT, signature=None)
 LISTED_SKIP = dataclasses.replace(SKIP, files=(), file_list=LISTED)
+GATE = GateRecord(
+    id=ID,
+    number=3,
+    canary=ChannelPlace("canary", 4, CommitRef(8, HASH, DIGEST)),
+    stable=ChannelPlace("stable", 2, CommitRef(7, OTHER, DIGEST)),
+    canary_newest=5,
+    outcome="promote",
+    why="solved:-0 holds",
+    alpha=0.05,
+    answers=700,
+    age=60_000,
+    evaluation=EvaluationResult(True, 1, "it exited with 0", {"accuracy": 0.75, "safety": 1.0}),
+    limits=(LimitFinding("solved:-0", True, GroupMean(700, 0.75), GroupMean(710, 0.5), 470, 0.125, 0.375, "holds"),),
+    time=1_700_000_000_000,
+    nonce=ID,
+    signature=SIGNATURE,
+)
 CANARY = CanaryRecord(
     ID, ID, 1, CommitRef(8, HASH, DIGEST), (RecordedTokens((1, 2, 3), (4, 5), (-0.5, -1.25)), RecordedTokens((9,), (8,), (0.0,))), SIGNATURE
 )
@@ -98,6 +116,7 @@ RECORDS = {
     "pin": Pin(ID, "host-1.reader_2", 9, 60),
     "head": Head(2**63 - 1),
     "canary": CANARY,
+    "gate": GATE,
     "announcement": ANNOUNCEMENT,
     "announcement without files": dataclasses.replace(ANNOUNCEMENT, files=(), signature=None),
 }

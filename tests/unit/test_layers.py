@@ -24,6 +24,7 @@ LAYERS = [
     {"publish", "subscribe"},
     {"relay"},
     {"fleet"},
+    {"live"},
     {"planning"},
     {"dashboard"},
     {"engines"},

@@ -1,0 +1,328 @@
+"""The evidence of a gate: what it found about a canary, and what it decided (docs/protocol.md §14)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .canonical import CanonicalRecord, Fields
+from .fleet_parts import read_number
+from .record_parts import NONCE, READER, CommitRef, Signature, read_short, read_signature
+
+VERDICTS = ("holds", "broken", "open")
+OUTCOMES = ("promote", "rollback", "continue")
+MOST_LIMITS, MOST_LIMIT_TEXT, MOST_SCORES, MOST_SCORE_NAME, MOST_TEXT = 32, 140, 64, 100, 1500
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMean:
+    """Some answers, and the mean of their values.
+
+    Parameters
+    ----------
+    count
+        The number of answers.
+    mean
+        The mean of their values, or 0 if there are none.
+    """
+
+    count: int
+    mean: float
+
+    def plain(self) -> dict[str, Any]:
+        """Return the group as JSON values."""
+        return {"count": self.count, "mean": repr(float(self.mean))}
+
+    @classmethod
+    def of(cls, fields: Fields) -> GroupMean:
+        """Read and check the values of a record.
+
+        Parameters
+        ----------
+        fields
+            The fields of the object.
+        """
+        group = cls(fields.integer("count"), read_number(fields, "mean"))
+        fields.done()
+        return group
+
+
+@dataclass(frozen=True, slots=True)
+class LimitFinding:
+    """The state of one limit.
+
+    Parameters
+    ----------
+    limit
+        The limit as people write it, such as "length:+20%".
+    must_hold
+        Whether the limit must be proved before a promotion.
+    canary
+        The answers of the canary.
+    stable
+        The answers of the other channel.
+    blocks
+        The number of blocks that were compared.
+    low
+        The lowest difference that is not refuted: the mean of the canary minus the factor of the limit times the mean of stable.
+    high
+        The highest difference that is not refuted.
+    verdict
+        "holds" if the limit is proved, "broken" if the opposite is proved, "open" otherwise.
+    """
+
+    limit: str
+    must_hold: bool
+    canary: GroupMean
+    stable: GroupMean
+    blocks: int
+    low: float
+    high: float
+    verdict: str
+
+    def plain(self) -> dict[str, Any]:
+        """Return the finding as JSON values."""
+        groups = {"canary": self.canary.plain(), "stable": self.stable.plain(), "blocks": self.blocks}
+        bounds = {"low": repr(float(self.low)), "high": repr(float(self.high))}
+        return {"limit": self.limit, "must_hold": int(self.must_hold), **groups, **bounds, "verdict": self.verdict}
+
+    @classmethod
+    def of(cls, fields: Fields) -> LimitFinding:
+        """Read and check the values of a record.
+
+        Parameters
+        ----------
+        fields
+            The fields of the object.
+        """
+        found = cls(
+            limit=_line(fields, "limit", MOST_LIMIT_TEXT),
+            must_hold=_flag(fields, "must_hold"),
+            canary=GroupMean.of(fields.object("canary")),
+            stable=GroupMean.of(fields.object("stable")),
+            blocks=fields.integer("blocks"),
+            low=read_number(fields, "low"),
+            high=read_number(fields, "high"),
+            verdict=fields.text("verdict"),
+        )
+        fields.done()
+        if found.verdict not in VERDICTS:
+            fields.refuse(f"its verdict is {found.verdict!r}")
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationResult:
+    """The result of the evaluation command.
+
+    Parameters
+    ----------
+    passed
+        Whether the command exited with 0 and no score is too low. None if the command did not finish.
+    attempts
+        The number of times that the command was started.
+    why
+        What happened, for people.
+    scores
+        The scores that the command printed, by name.
+    """
+
+    passed: bool | None
+    attempts: int
+    why: str
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        scores = [{"name": name, "value": repr(float(value))} for name, value in sorted(self.scores.items())]
+        return {"passed": None if self.passed is None else int(self.passed), "attempts": self.attempts, "why": self.why, "scores": scores}
+
+    @classmethod
+    def of(cls, fields: Fields) -> EvaluationResult:
+        """Read and check the values of a record.
+
+        Parameters
+        ----------
+        fields
+            The fields of the object.
+        """
+        passed = fields.nullable("passed", lambda name: _flag(fields, name))
+        attempts, why = fields.integer("attempts"), _line(fields, "why", MOST_TEXT)
+        scores = [_score(inner) for inner in fields.objects("scores")]
+        fields.done()
+        names = [name for name, _ in scores]
+        if len(names) > MOST_SCORES or names != sorted(set(names)):
+            fields.refuse(f"its scores are more than {MOST_SCORES}, or not ordered by name")
+        return cls(passed, attempts, why, dict(scores))
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelPlace:
+    """Where a channel stands.
+
+    Parameters
+    ----------
+    channel
+        The name of the channel.
+    move
+        The number of the move. For the canary, this is the move that brought it to its target; for the other channel, its newest move.
+    target
+        The version that the channel names.
+    """
+
+    channel: str
+    move: int
+    target: CommitRef
+
+    def plain(self) -> dict[str, Any]:
+        """Return the place as JSON values."""
+        return {"channel": self.channel, "move": self.move, "target": self.target.plain()}
+
+    @classmethod
+    def of(cls, fields: Fields) -> ChannelPlace:
+        """Read and check the values of a record.
+
+        Parameters
+        ----------
+        fields
+            The fields of the object.
+        """
+        place = cls(fields.matching("channel", READER), read_short(fields, "move"), CommitRef.of(fields.object("target")))
+        fields.done()
+        if place.target.digest is None:
+            fields.refuse("its target has no digest")
+        return place
+
+
+@dataclass(frozen=True, slots=True)
+class GateRecord(CanonicalRecord):
+    """What a gate found about a canary, and what it decided. The first record of a canary that decides is the one that counts.
+
+    Parameters
+    ----------
+    id
+        The id of the run.
+    number
+        The number of the record among those of the canary, from 0 without gaps.
+    canary
+        Where the canary stands.
+    stable
+        Where the other channel stands.
+    canary_newest
+        The number of the newest move of the canary's channel, of which a rollback is the next one.
+    outcome
+        "promote", "rollback" or "continue".
+    why
+        The reason, for people.
+    alpha
+        The most probability of a wrong decision.
+    answers
+        The number of answers of the canary.
+    age
+        Milliseconds since the canary began.
+    evaluation
+        The result of the evaluation command, or None.
+    limits
+        The states of all limits.
+    time
+        The clock of the gate in milliseconds since 1970, for people.
+    nonce
+        Makes the record unique, so that its writer recognises it.
+    signature
+        The signature of the gate, if the chain is signed.
+    """
+
+    id: str
+    number: int
+    canary: ChannelPlace
+    stable: ChannelPlace
+    canary_newest: int
+    outcome: str
+    why: str
+    alpha: float
+    answers: int
+    age: int
+    evaluation: EvaluationResult | None
+    limits: tuple[LimitFinding, ...]
+    time: int
+    nonce: str
+    signature: Signature | None = None
+
+    def describe(self) -> str:
+        """Return the name of the record for error messages."""
+        return f"record {self.number} of the gate about move {self.canary.move} of the channel {self.canary.channel}"
+
+    def plain(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("id", "number", "canary_newest", "outcome", "why", "answers", "age", "time", "nonce")}
+        return {
+            "deltawire": "gate",
+            "version": 1,
+            **own,
+            "canary": self.canary.plain(),
+            "stable": self.stable.plain(),
+            "alpha": repr(float(self.alpha)),
+            "evaluation": self.evaluation and self.evaluation.plain(),
+            "limits": [each.plain() for each in self.limits],
+            "signature": self.signature and self.signature.plain(),
+        }
+
+    @classmethod
+    def parse(cls, data: bytes) -> GateRecord:
+        """Return the record with these bytes. Raises `CorruptRecord` or `UnsupportedVersion`.
+
+        Parameters
+        ----------
+        data
+            The bytes of the object.
+        """
+        fields = Fields.parse(data, "gate")
+        found = cls(
+            id=fields.matching("id", NONCE),
+            number=read_short(fields, "number"),
+            canary=ChannelPlace.of(fields.object("canary")),
+            stable=ChannelPlace.of(fields.object("stable")),
+            canary_newest=read_short(fields, "canary_newest"),
+            outcome=fields.text("outcome"),
+            why=_line(fields, "why", MOST_TEXT),
+            alpha=read_number(fields, "alpha"),
+            answers=fields.integer("answers"),
+            age=fields.integer("age"),
+            evaluation=fields.nullable("evaluation", lambda name: EvaluationResult.of(fields.object(name))),
+            limits=tuple(LimitFinding.of(inner) for inner in fields.objects("limits")),
+            time=fields.integer("time"),
+            nonce=fields.matching("nonce", NONCE),
+            signature=read_signature(fields),
+        )
+        fields.done()
+        if found.outcome not in OUTCOMES:
+            fields.refuse(f"its outcome is {found.outcome!r}")
+        if found.canary.channel == found.stable.channel:
+            fields.refuse("it compares a channel with itself")
+        if found.canary_newest < found.canary.move:
+            fields.refuse("its canary has a newest move before its own")
+        if not 0.0 < found.alpha < 1.0:
+            fields.refuse("alpha lies between 0 and 1")
+        if len(found.limits) > MOST_LIMITS:
+            fields.refuse(f"it has more than {MOST_LIMITS} limits")
+        return found
+
+
+def _score(fields: Fields) -> tuple[str, float]:
+    score = _line(fields, "name", MOST_SCORE_NAME), read_number(fields, "value")
+    fields.done()
+    return score
+
+
+def _flag(fields: Fields, name: str) -> bool:
+    value = fields.integer(name)
+    if value > 1:
+        fields.refuse(f"{name} is 0 or 1")
+    return bool(value)
+
+
+def _line(fields: Fields, name: str, most: int) -> str:
+    text = fields.text(name)
+    if len(text) > most or not text.isprintable():
+        fields.refuse(f"{name} must be one line of at most {most:,} printable characters")
+    return text

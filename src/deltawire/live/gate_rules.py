@@ -1,0 +1,249 @@
+"""Decides whether a canary is promoted or rolled back. Pure rules without I/O.
+
+A limit compares the canary with stable, for one metric. The test of `sequential_test` says whether the limit holds, is broken, or is open.
+
+- A *metric* is a limit that must hold before the canary is promoted.
+- A *monitor* is a limit that need not be proved.
+- The canary is rolled back if any limit is broken.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import UnusableGate
+from ..format.records.gate_records import MOST_LIMITS, EvaluationResult, GroupMean, LimitFinding
+from .sequential_test import Group, Sample, confidence_interval, make_blocks
+
+Outcome = Literal["promote", "rollback", "continue"]
+
+_NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
+_LIMIT = re.compile(rf"(.{{1,100}}?)(?::([+-])({_NUMBER})(%?))?")
+_SCORE = re.compile(rf"(.{{1,100}}):([+-]?{_NUMBER})")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A limit for the mean of a metric among canary answers, relative to its mean among stable answers.
+
+    Parameters
+    ----------
+    text
+        The limit as people write it, such as "length:+20%".
+    name
+        The name of the metric.
+    is_upper
+        Whether the canary must stay below the limit. Otherwise it must stay above it.
+    factor
+        The limit is this multiple of the mean of stable, …
+    offset
+        … plus this value.
+    must_hold
+        Whether the limit must be proved before a promotion.
+    """
+
+    text: str
+    name: str
+    is_upper: bool
+    factor: float
+    offset: float
+    must_hold: bool
+
+    @classmethod
+    def parse(cls, text: str, *, must_hold: bool) -> Limit:
+        """Return the limit that a text describes. Raises `UnusableGate`.
+
+        Parameters
+        ----------
+        text
+            NAME:+20% (at most 20% above stable), NAME:-0.01 (at most 0.01 below stable), and so on. NAME alone means NAME:-0, above stable.
+        must_hold
+            Whether the limit must be proved before a promotion.
+        """
+        form = _LIMIT.fullmatch(text)
+        if form is None or not text.isprintable() or (form[2] is None and not must_hold):
+            raise UnusableGate(f"{text!r} is not a limit.", hint="Write NAME:+20%, NAME:-20%, NAME:+0.05 or NAME:-0.05.")
+        name, sign, digits, percent = form[1], form[2] or "-", form[3] or "0", form[4] or ""
+        size = float(digits) if sign == "+" else -float(digits)
+        if percent and not -100.0 < size <= 10_000.0:
+            raise UnusableGate(f"the limit {text!r} can never be broken.", hint="Use more than -100% and at most +10000%.")
+        factor, offset = (1.0 + size / 100.0, 0.0) if percent else (1.0, size)
+        return cls(f"{name}:{sign}{digits}{percent}", name, sign == "+", factor, offset, must_hold)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The lowest and the highest value that a metric can have. Values outside of it count as the nearest value inside."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise UnusableGate(f"{self.low:g} to {self.high:g} is not a range.", hint="Give two finite numbers, the lower one first.")
+
+    def clip(self, value: float) -> float:
+        """Return the nearest value inside the range."""
+        return min(max(value, self.low), self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class GatePolicy:
+    """What a canary has to show.
+
+    Parameters
+    ----------
+    limits
+        The limits, which are metrics and monitors.
+    alpha
+        The most probability of a wrong promotion, and of a wrong rollback because of a limit.
+    min_answers
+        No limit is judged, and nothing is promoted, before the canary has given this many answers that count.
+    min_seconds
+        The least age of a canary that is promoted.
+    max_seconds
+        The canary is rolled back if there is no decision after this time.
+    evaluate
+        Whether an evaluation must pass before a promotion.
+    attempts
+        The most times that the evaluation command is started, if it does not finish.
+    """
+
+    limits: tuple[Limit, ...] = ()
+    alpha: float = 0.05
+    min_answers: int = 100
+    min_seconds: float = 0.0
+    max_seconds: float = 24 * 3600.0
+    evaluate: bool = False
+    attempts: int = 3
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.alpha <= 0.5:
+            raise UnusableGate(f"an error probability of {self.alpha:g} is not useful.", hint="Use a number above 0 and at most 0.5.")
+        if self.min_answers < 1 or self.attempts < 1 or not 0.0 <= self.min_seconds <= self.max_seconds < math.inf:
+            raise UnusableGate("the least and the most time or answers of the gate do not fit together.")
+        if not self.evaluate and not any(limit.must_hold for limit in self.limits):
+            raise UnusableGate("the gate has nothing to prove.", hint="Give it an evaluation command, or a metric.")
+        if len({limit.text for limit in self.limits}) != len(self.limits) or len(self.limits) > MOST_LIMITS:
+            raise UnusableGate(f"a limit is given twice, or there are more than {MOST_LIMITS}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What happens to a canary, and why."""
+
+    outcome: Outcome
+    why: str
+
+
+def judge(limit: Limit, samples: Iterable[Sample], values: Range, policy: GatePolicy) -> LimitFinding:
+    """Judge one limit.
+
+    Parameters
+    ----------
+    limit
+        The limit.
+    samples
+        The answers of both groups, in an order that does not depend on their values.
+    values
+        The range of the metric.
+    policy
+        What the canary has to show. If a limit is broken wrongly, the canary is rolled back wrongly, so all limits share `alpha` for that.
+        A promotion needs the proof of all metrics, so each proof has `alpha` alone.
+    """
+    if limit.factor != 1.0 and values.low < 0.0:
+        raise UnusableGate(f"{limit.name} can be negative, so {limit.text!r} is no limit.", hint="Use a limit without %.")
+    clipped = (Sample(each.is_canary, values.clip(each.value)) for each in samples)
+    blocks = make_blocks(clipped, limit.factor)
+    lowest, highest = values.low - limit.factor * values.high, values.high - limit.factor * values.low
+    shared = policy.alpha / len(policy.limits)
+    proof, disproof = (confidence_interval(blocks.differences, lowest, highest, alpha) for alpha in (policy.alpha, shared))
+    if limit.is_upper:
+        holds, broken, low, high = proof.high < limit.offset, disproof.low > limit.offset, disproof.low, proof.high
+    else:
+        holds, broken, low, high = proof.low > limit.offset, disproof.high < limit.offset, proof.low, disproof.high
+    verdict = "open" if blocks.canary.count < policy.min_answers else "holds" if holds else "broken" if broken else "open"
+    canary, stable = _mean(blocks.canary), _mean(blocks.stable)
+    return LimitFinding(limit.text, limit.must_hold, canary, stable, len(blocks.differences), low, high, verdict)
+
+
+def _mean(group: Group) -> GroupMean:
+    return GroupMean(group.count, group.mean)
+
+
+def decide(
+    policy: GatePolicy, findings: Sequence[LimitFinding], evaluation: EvaluationResult | None, canary_answers: int, age: float
+) -> Decision:
+    """Decide what happens to a canary.
+
+    Parameters
+    ----------
+    policy
+        What the canary has to show.
+    findings
+        The states of all limits.
+    evaluation
+        The result of the evaluation command, or None if there is none yet.
+    canary_answers
+        The number of answers that the canary has given.
+    age
+        Seconds since the canary began to serve.
+    """
+    if policy.evaluate and evaluation is not None:
+        if evaluation.passed is False:
+            return Decision("rollback", f"the evaluation refused it: {evaluation.why}")
+        if evaluation.passed is None and evaluation.attempts >= policy.attempts:
+            return Decision("rollback", f"the evaluation did not finish in {evaluation.attempts} attempts: {evaluation.why}")
+    broken = [finding for finding in findings if finding.verdict == "broken"]
+    if broken:
+        return Decision("rollback", "; ".join(_describe(finding) for finding in broken))
+    missing = _missing(policy, findings, evaluation, canary_answers, age)
+    if not missing:
+        proofs = [_describe(finding) for finding in findings if finding.verdict == "holds"]
+        if policy.evaluate and evaluation is not None:
+            proofs.insert(0, f"the evaluation passed: {evaluation.why}")
+        return Decision("promote", "; ".join(proofs))
+    if age >= policy.max_seconds:
+        return Decision("rollback", f"there is no decision after {age:.0f} seconds: {missing}")
+    return Decision("continue", missing)
+
+
+def _missing(
+    policy: GatePolicy, findings: Sequence[LimitFinding], evaluation: EvaluationResult | None, canary_answers: int, age: float
+) -> str:
+    """Return what a promotion still needs, or an empty text."""
+    needs = []
+    if policy.evaluate and (evaluation is None or not evaluation.passed):
+        needs.append("the evaluation has not passed yet")
+    needs += [f"{finding.limit} is not proved" for finding in findings if finding.must_hold and finding.verdict == "open"]
+    if any(finding.must_hold for finding in findings) and canary_answers < policy.min_answers:
+        needs.append(f"the canary has given {canary_answers} of {policy.min_answers} answers")
+    if age < policy.min_seconds:
+        needs.append(f"it is {age:.0f} of {policy.min_seconds:.0f} seconds old")
+    return "; ".join(needs)
+
+
+def _describe(finding: LimitFinding) -> str:
+    canary, stable = finding.canary, finding.stable
+    return (
+        f"{finding.limit} {'is broken' if finding.verdict == 'broken' else 'holds'}: "
+        f"canary {canary.mean:.4g} of {canary.count} answers, stable {stable.mean:.4g} of {stable.count}"
+    )
+
+
+def parse_score(text: str) -> tuple[str, float]:
+    """Return the name and the least value of a score, from NAME:VALUE. Raises `UnusableGate`.
+
+    Parameters
+    ----------
+    text
+        The text.
+    """
+    form = _SCORE.fullmatch(text)
+    if form is None or not text.isprintable():
+        raise UnusableGate(f"{text!r} is not the least value of a score.", hint="Write NAME:VALUE, such as accuracy:0.8.")
+    return form[1], float(form[2])
