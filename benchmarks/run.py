@@ -19,6 +19,7 @@ import event_cost
 import fleet_coordination
 import fleet_links
 import fsdp_publish
+import gate_test
 import host_sharing
 import import_time
 import many_tensors
@@ -61,6 +62,7 @@ NAMES = [
     "fleet",
     "fleet-links",
     "dashboard",
+    "gate",
     "routing",
     "rl-async",
     "rl-shares",
@@ -110,6 +112,7 @@ def main() -> int:
         "fleet": lambda: fleet_coordination.measure((1, 8) if quick else (1, 8, 64, 512)),
         "fleet-links": lambda: fleet_links.measure(4, 1) if quick else fleet_links.measure(),
         "dashboard": lambda: dashboard_scale.measure(((50, 2), (500, 8)) if quick else ((100, 4), (10_000, 64), (100_000, 512))),
+        "gate": lambda: gate_test.measure(20, 400) if quick else gate_test.measure(),
         "routing": lambda: routing_size.measure(2, 2) if quick else routing_size.measure(),
         "rl-async": lambda: rl_async.measure_modes(8, 5) if quick else rl_async.measure_modes(45, 30),
         "rl-shares": lambda: rl_async.measure_shares(12 if quick else 45),
