@@ -93,7 +93,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class GatePolicy:
-    """What a canary has to show.
+    """The proofs that a canary has to give, and the bounds of the test.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ class GatePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What happens to a canary, and why."""
+    """The next step for a canary, and the reason for it."""
 
     outcome: Outcome
     why: str

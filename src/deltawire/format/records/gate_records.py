@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..live_parts import read_bounded, read_flag
 from .canonical import CanonicalRecord, Fields
 from .fleet_parts import read_number
 from .record_parts import NONCE, READER, CommitRef, Signature, read_short, read_signature
@@ -97,8 +98,8 @@ class LimitFinding:
             The fields of the object.
         """
         found = cls(
-            limit=_line(fields, "limit", MOST_LIMIT_TEXT),
-            must_hold=_flag(fields, "must_hold"),
+            limit=read_bounded(fields, "limit", MOST_LIMIT_TEXT),
+            must_hold=read_flag(fields, "must_hold"),
             canary=GroupMean.of(fields.object("canary")),
             stable=GroupMean.of(fields.object("stable")),
             blocks=fields.integer("blocks"),
@@ -147,8 +148,8 @@ class EvaluationResult:
         fields
             The fields of the object.
         """
-        passed = fields.nullable("passed", lambda name: _flag(fields, name))
-        attempts, why = fields.integer("attempts"), _line(fields, "why", MOST_TEXT)
+        passed = fields.nullable("passed", lambda name: read_flag(fields, name))
+        attempts, why = fields.integer("attempts"), read_bounded(fields, "why", MOST_TEXT, 0)
         scores = [_score(inner) for inner in fields.objects("scores")]
         fields.done()
         names = [name for name, _ in scores]
@@ -197,7 +198,7 @@ class ChannelPlace:
 
 @dataclass(frozen=True, slots=True)
 class GateRecord(CanonicalRecord):
-    """What a gate found about a canary, and what it decided. The first record of a canary that decides is the one that counts.
+    """The findings of a gate about a canary, and its decision. The first record of a canary that decides is the one that counts.
 
     Parameters
     ----------
@@ -284,7 +285,7 @@ class GateRecord(CanonicalRecord):
             stable=ChannelPlace.of(fields.object("stable")),
             canary_newest=read_short(fields, "canary_newest"),
             outcome=fields.text("outcome"),
-            why=_line(fields, "why", MOST_TEXT),
+            why=read_bounded(fields, "why", MOST_TEXT, 0),
             alpha=read_number(fields, "alpha"),
             answers=fields.integer("answers"),
             age=fields.integer("age"),
@@ -309,20 +310,6 @@ class GateRecord(CanonicalRecord):
 
 
 def _score(fields: Fields) -> tuple[str, float]:
-    score = _line(fields, "name", MOST_SCORE_NAME), read_number(fields, "value")
+    score = read_bounded(fields, "name", MOST_SCORE_NAME), read_number(fields, "value")
     fields.done()
     return score
-
-
-def _flag(fields: Fields, name: str) -> bool:
-    value = fields.integer(name)
-    if value > 1:
-        fields.refuse(f"{name} is 0 or 1")
-    return bool(value)
-
-
-def _line(fields: Fields, name: str, most: int) -> str:
-    text = fields.text(name)
-    if len(text) > most or not text.isprintable():
-        fields.refuse(f"{name} must be one line of at most {most:,} printable characters")
-    return text
