@@ -121,6 +121,9 @@ def test_a_mirror_whose_subscribers_are_killed_serves_whole_versions_and_fetches
         assert served_step(mirror) == step
         wait_until(lambda: ["loaded", str(head.seq)] in lines_of(loaded), nursery, engine)
         nursery.kill(engine)  # it must still be running, because it ends if it loads anything but a whole version
+        publisher.publish(state_of(step + 1), step=step + 1)
+        with Subscriber(store, mirror) as subscriber:
+            subscriber.sync()  # deletes a slot that the engine was loading during the sync before
     assert_little_was_fetched(lines_of(events))
     assert len(list((mirror / "slots").iterdir())) <= 2
 
