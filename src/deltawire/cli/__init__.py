@@ -64,7 +64,6 @@ app = typer.Typer(
     "130 interrupted by Ctrl-C, 143 by SIGTERM.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
-    add_completion=False,
     context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
