@@ -108,6 +108,11 @@ def _of_kind(kind: str, field: str) -> Callable[[Event], float | None]:
     return lambda event: number(event.fields.get(field)) if event.fields.get("kind") == kind else None
 
 
+def _in_force(value: Callable[[Event], float | None]) -> Callable[[Event], float | None]:
+    """Return the value of a version that was seen in the store. Commits that are void or make no version do not count."""
+    return lambda event: None if event.fields.get("void") or event.fields.get("kind") == "fence" else value(event)
+
+
 def _bits_per_change(event: Event) -> float | None:
     size, changed = _of_kind("delta", "bytes")(event), number(event.fields.get("changed"))
     return 8 * size / changed if size is not None and changed else None
@@ -131,12 +136,17 @@ _FAILED_BY_ERROR = tuple(Change(event, _one, _text("error")) for event in ("sync
 
 _ALL = (
     # Publishers
-    Metric("deltawire_published_version", "gauge", "This is the number of the newest version.", (Change("published", _field("updates")),)),
+    Metric(
+        "deltawire_published_version",
+        "gauge",
+        "This is the number of the newest version.",
+        (Change("published", _field("updates")), Change("commit-seen", _in_force(_field("updates")))),
+    ),
     Metric(
         "deltawire_last_commit_timestamp_seconds",
         "gauge",
         "The newest version was published at this time, in seconds since 1970.",
-        (Change("published", _time),),
+        (Change("published", _time), Change("commit-seen", _in_force(_time))),
     ),
     Metric(
         "deltawire_publish_seconds",
@@ -152,7 +162,12 @@ _ALL = (
         "This is the size of the newest full checkpoint.",
         (Change("published", _of_kind("anchor", "bytes")), Change("anchored", _field("bytes"))),
     ),
-    Metric("deltawire_state_bytes", "gauge", "This is the size of all weights.", (Change("published", _field("state_bytes")),)),
+    Metric(
+        "deltawire_state_bytes",
+        "gauge",
+        "This is the size of all weights.",
+        (Change("published", _field("state_bytes")), Change("commit-seen", _in_force(_field("state_bytes")))),
+    ),
     Metric(
         "deltawire_changed_weights",
         "gauge",
@@ -205,8 +220,8 @@ _ALL = (
     Metric(
         "deltawire_version_lag",
         "gauge",
-        "A member was this many versions behind when its last sync ended.",
-        (Change("synced", _field("lag")),),
+        "A member was this many versions behind when its last sync ended, or when its record was last seen.",
+        (Change("synced", _field("lag")), Change("member-seen", _field("lag"))),
         ("member",),
     ),
     Metric(

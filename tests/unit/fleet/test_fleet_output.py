@@ -22,6 +22,7 @@ from deltawire.events import Event
 from deltawire.fleet import Coordinator, FleetOptions, Sampling
 from deltawire.fleet.local_members import LocalMember
 from deltawire.fleet.member import Member
+from deltawire.fleet.member_output import event_of
 from deltawire.fleet.supervision import PermanentFailure
 from deltawire.rl.member import RewardScorer
 from deltawire.store.memory import MemoryStore
@@ -64,7 +65,7 @@ def test_a_member_s_output_is_read_line_by_line(fake_member: Path, monkeypatch: 
 
 
 def test_every_line_of_a_fleet_says_which_member_it_is_about(capsys: pytest.CaptureFixture[str]) -> None:
-    output = _Output(["local-0", "a-very-long-name-of-a-machine-17"], as_json=False)
+    output = _Output(["local-0", "a-very-long-name-of-a-machine-17"], as_json=False, takes_events=False)
     output.relay("local-0", "12:00:00  joined as local-0", False)
     output.relay("a-very-long-name-of-a-machine-17", f"text {HOSTILE}", True)
     output.relay("local-0", "  ", False)
@@ -80,7 +81,7 @@ def test_a_long_line_is_not_broken_in_a_file_and_every_part_is_labelled_in_a_ter
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    output = _Output(["f-0"], as_json=False)
+    output = _Output(["f-0"], as_json=False, takes_events=False)
     long = "12:00:00  will try again: " + "word " * 30 + "end"
     output.relay("f-0", long, True)
     output.relay("f-0", long, False)
@@ -110,11 +111,11 @@ def test_members_do_not_break_lines_for_a_fleet_and_a_permanent_failure_is_known
 
 
 def test_with_json_every_line_is_an_object_with_the_member_s_name(capsys: pytest.CaptureFixture[str]) -> None:
-    output = _Output(["a"], as_json=True)
+    output = _Output(["a"], as_json=True, takes_events=True)
     error = '{"error": {"type": "X", "message": "broke"}}'
     for line in ('{"event": "joined", "member": "own"}', error, "printed by a reward", '{"x": NaN}', "[" * 50_000):
-        output.relay("a", line, False)
-    output.relay("a", "a warning", True)
+        output(event_of("a", line, False))
+    output(event_of("a", "a warning", True))
     output(Event("member-left", {"member": "a"}, 5.0))
     printed, notices = capsys.readouterr()
     found = [json.loads(line) for line in printed.splitlines()]
@@ -126,6 +127,24 @@ def test_with_json_every_line_is_an_object_with_the_member_s_name(capsys: pytest
     assert (found[5]["line"], found[5]["stream"]) == ("a warning", "stderr")
     assert found[-1]["time"] == "1970-01-01T00:00:05.000Z"
     assert notices == ""
+
+
+def test_events_are_printed_as_the_lines_that_a_member_would_print(capsys: pytest.CaptureFixture[str]) -> None:
+    """With --metrics, members print events. People see the same text as without it."""
+    output = _Output(["a"], as_json=False, takes_events=True)
+    error = '{"error": {"type": "X", "message": "broke"}}'
+    joined, strange = '{"event": "joined", "member": "a", "time": "1970-01-01T00:00:00Z"}', '{"event": "swapped", "seq": 3}'
+    for line in (joined, strange, f"text {HOSTILE}", error):
+        output(event_of("a", line, False))
+    output(event_of("a", "error: broke", True))
+    output(Event("member-died", {"member": "a", "reason": "exit code 1"}))
+    printed, notices = capsys.readouterr()
+    lines = printed.splitlines()
+    assert [line.split()[0] for line in lines] == ["a", "a", "a"]
+    assert lines[0].endswith("joined as a")
+    assert '"event": "swapped"' in lines[1]
+    assert not re.search("[\x1b\x07\u202e]", printed)
+    assert [line.split("  ")[-1] for line in notices.splitlines()] == ["error: broke", "died: exit code 1"]
 
 
 def test_members_of_a_fleet_do_not_paint_over_each_other_on_a_terminal(tmp_path: Path, fake_member: Path) -> None:

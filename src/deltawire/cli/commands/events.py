@@ -10,6 +10,7 @@ import typer
 
 from ..options.chain import URL_HELP, RunOption, TrustOption, check_url, reader_options
 from ..options.common import JsonLinesOption
+from ..options.metrics import MetricsOption, counted
 from ..output import figures
 from ..output.terminal import print_json_line, print_labelled, print_notice
 from ..process.ending import Ending, on_another_thread
@@ -29,6 +30,7 @@ def events(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C, and print what happens.")] = False,
     count: Annotated[int, typer.Option("-n", "--count", min=1, metavar="N", help="Begin with this many of the newest commits.")] = 20,
     poll: Annotated[float, typer.Option("--poll", min=0.05, metavar="SECONDS", help="Look this often.")] = 2.0,
+    metrics: MetricsOption = None,
     trust: TrustOption = None,
     run: RunOption = None,
     json: JsonLinesOption = False,
@@ -37,14 +39,15 @@ def events(
 
     These are commits, full checkpoints, skips, collections, the reports of engines, and the members, rounds and batches of a fleet. Of
     heartbeats only those are printed that tell a change. The command only reads. With --follow, it prints a notice if the store does not
-    answer, and tries again. Ctrl-C and SIGTERM end it with code 0.
+    answer, and tries again. With --metrics, it serves what the store tells of versions and members to Prometheus. Ctrl-C and SIGTERM end
+    it with code 0.
     """
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
         from ...fleet.overview import FleetReader
         from ...fleet.store_events import StoreEvents
 
-        tell = ending.with_output(_print_as_json if json else _print_as_line)
-        with opened(url) as store:
+        printing = ending.with_output(_print_as_json if json else _print_as_line)
+        with counted(metrics, printing) as tell, opened(url) as store:
             log = reader_options(run, trust).open_log(store)
             with FleetReader(store, log.run.id, trusted_keys=trust or ()) as fleet:
                 try:

@@ -8,18 +8,21 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
+from json import dumps
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...events import Event
+from ...events import Event, OnEvent
 from ..options.chain import RelaysOption, RunOption, TrustOption, check_host_cache, host_cache_of
 from ..options.common import JsonLinesOption
 from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOption, RoutingOption
 from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourcesOption, check_member_name
+from ..options.metrics import MetricsOption, counted
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
 from ..output.fleet_table import short_name
+from ..output.member_lines import MemberLines
 from ..output.terminal import print_json_line, print_labelled
 from ..process.ending import Ending
 from ..process.exit_codes import exit_codes
@@ -83,6 +86,7 @@ def fleet(
             show_default=False,
         ),
     ] = None,
+    metrics: MetricsOption = None,
     trust: TrustOption = None,
     run: RunOption = None,
     json: JsonLinesOption = False,
@@ -93,7 +97,7 @@ def fleet(
     be used, or that leaves because the trainer ended the run. It ends with code 0 when all members have left, and with code 1 if it gave
     one of them up. After Ctrl-C or SIGTERM it waits until the members have left.
 
-    Every line of output begins with the name of its member.
+    Every line of output begins with the name of its member. --metrics serves the metrics of all members, with their names as labels.
     """
     if (count is None) == (ray is None):
         raise typer.BadParameter("give the number of members: either `deltawire fleet N` for this machine, or `--ray N` for a Ray cluster.")
@@ -126,12 +130,15 @@ def fleet(
             )
             for number in range(total)
         }
-        output = _Output(list(options), as_json=json)
-        with redirect_stdout(sys.stderr) if ray else nullcontext():  # threads of Ray print its own messages on stdout
-            start, close = _on_ray(output, ending, ray_address, cpus, gpus, pass_env or []) if ray else _on_this_machine(output, ending)
-            supervisor = Supervisor(
-                list(options), lambda each: start(options[each]), restarts=restarts, on_event=ending.with_output(output)
-            )
+        output = _Output(list(options), as_json=json, takes_events=json or metrics is not None)
+        # Threads of Ray print its own messages on stdout.
+        with redirect_stdout(sys.stderr) if ray else nullcontext(), counted(metrics, ending.with_output(output)) as on_event:
+            printing = ending.with_output(output.relay)
+            if ray:
+                start, close = _on_ray(output, on_event, printing, ray_address, cpus, gpus, pass_env or [])
+            else:
+                start, close = _on_this_machine(output, on_event, printing)
+            supervisor = Supervisor(list(options), lambda each: start(options[each]), restarts=restarts, on_event=on_event)
             try:
                 is_well = supervisor.run(threading.Event())
             except KeyboardInterrupt:
@@ -142,18 +149,26 @@ def fleet(
             raise typer.Exit(1)
 
 
-def _on_this_machine(output: _Output, ending: Ending) -> tuple[Callable[[MemberOptions], Running], Callable[[], None]]:
+_Print = Callable[[str, str, bool], object]
+"""Called with the name of a member, a line that it printed, and whether the line went to stderr."""
+
+
+def _on_this_machine(output: _Output, on_event: OnEvent, printing: _Print) -> tuple[Callable[[MemberOptions], Running], Callable[[], None]]:
     from ...fleet.local_members import LocalMember
+    from ...fleet.member_output import event_of
+
+    def tell(name: str, line: str, is_error: bool) -> None:
+        on_event(event_of(name, line, is_error))
 
     def start(options: MemberOptions) -> Running:
-        arguments = [*options.to_arguments(), *(["--json"] if output.as_json else [])]
-        return LocalMember(arguments, ending.with_output(partial(output.relay, options.name)))
+        arguments = [*options.to_arguments(), *(["--json"] if output.takes_events else [])]
+        return LocalMember(arguments, partial(tell if output.takes_events else printing, options.name))
 
     return start, lambda: None
 
 
 def _on_ray(
-    output: _Output, ending: Ending, address: str | None, cpus: float, gpus: float, pass_env: list[str]
+    output: _Output, on_event: OnEvent, printing: _Print, address: str | None, cpus: float, gpus: float, pass_env: list[str]
 ) -> tuple[Callable[[MemberOptions], Running], Callable[[], None]]:
     from ...rl.ray_members import RayCluster
 
@@ -163,9 +178,9 @@ def _on_ray(
     cluster = RayCluster(address, cpus=cpus, gpus=gpus, environment={name: os.environ[name] for name in pass_env})
 
     def start(options: MemberOptions) -> Running:
-        if output.as_json:
-            return cluster.start(options, on_event=ending.with_output(output))
-        return cluster.start(options, on_line=ending.with_output(partial(output.relay, options.name)))
+        if output.takes_events:
+            return cluster.start(options, on_event=on_event)
+        return cluster.start(options, on_line=partial(printing, options.name))
 
     return start, cluster.close
 
@@ -176,33 +191,44 @@ class _Output:
     It prints to the stdout of the time at which this object was made.
     """
 
-    def __init__(self, names: list[str], *, as_json: bool) -> None:
-        self.as_json = as_json
+    def __init__(self, names: list[str], *, as_json: bool, takes_events: bool) -> None:
+        self.takes_events = takes_events
+        """Whether members are started with --json, so that they print events. Otherwise they print text."""
+        self._as_json = as_json
         self._width = min(_WIDEST_NAME, max(map(len, names)))
         self._lock = threading.Lock()
         self._stdout = sys.stdout
+        self._lines = {name: MemberLines(partial(self._print, name)) for name in names}
 
     def relay(self, name: str, line: str, is_error: bool) -> None:
-        """Print a line that a member printed."""
-        from ...fleet.member_output import event_of
-
+        """Print a line of text that a member printed."""
         with self._lock:
-            if self.as_json:
-                print_json_line(event_of(name, line, is_error).to_json(), self._stdout)
-            elif line.strip():
-                print_labelled(self._label(name), line, is_notice=is_error, to=self._stdout)
+            self._print(name, line, is_error)
 
     def __call__(self, event: Event) -> None:
-        """Print an event about a member: it started, left, died, or was given up. With `as_json` print any event of a member."""
+        """Print an event of a member, or about it: it started, left, died, or was given up."""
         with self._lock:
-            if self.as_json:
+            if self._as_json:
                 print_json_line(event.to_json(), self._stdout)
                 return
+            name = str(event.fields["member"])
             text = _describe(event)
             if text:
                 calm = event.name in ("member-started", "member-left")
-                name = str(event.fields["member"])
-                print_labelled(self._label(name), f"{figures.clock_time(event.time)}  {text}", is_notice=not calm, to=self._stdout)
+                self._print(name, f"{figures.clock_time(event.time)}  {text}", not calm)
+                if event.name == "member-started":  # the process is a new one
+                    self._lines[name] = MemberLines(partial(self._print, name))
+            elif event.name == "output":
+                self._print(name, str(event.fields["line"]), event.fields["stream"] == "stderr")
+            elif name in self._lines:  # a member also prints the error of "failed" as text
+                try:
+                    self._lines[name](event)
+                except (KeyError, TypeError, ValueError):  # the user's own code printed an object that looks like an event
+                    self._print(name, dumps(event.to_json()), False)
+
+    def _print(self, name: str, line: str, is_notice: bool) -> None:
+        if line.strip():
+            print_labelled(self._label(name), line, is_notice=is_notice, to=self._stdout)
 
     def _label(self, name: str) -> str:
         return f"{short_name(name, self._width):<{self._width}}"

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -22,8 +22,7 @@ from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOptio
 from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourcesOption, check_member_name
 from ..options.metrics import MetricsOption, counted
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
-from ..output import figures
-from ..output.event_notices import notice_of
+from ..output.member_lines import MemberLines
 from ..output.terminal import print_json_line, print_labelled, print_wrapped
 from ..process.ending import Ending
 from ..process.exit_codes import exit_codes
@@ -32,7 +31,7 @@ _LONGEST_ENDING = 30.0
 """The command ends at most this many seconds after a signal. Leaving takes less time, unless something hangs."""
 
 if TYPE_CHECKING:
-    from ...events import Event, Value
+    from ...events import Event
 
 
 def member(
@@ -140,19 +139,13 @@ def _leave_with_stdin(stop: threading.Event) -> None:
 
 
 class _View:
-    """Prints a line for each important event, and each notice once. On a terminal the last line shows the current state."""
+    """Prints what the member does. On a terminal the last line shows the current state."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)
         self._status: Status | None = self._console.status("joining") if self._console.is_terminal else None
-        self._reported: str | None = None
-        self._reported_failure: str | None = None
-        self._has_left = False
-        self._version, self._work = "no version yet", "waiting for work"
-        self._results = self._tokens = 0
-        self._seconds = 0.0
+        self._lines = MemberLines(self._print)
         self._lock = threading.Lock()
-        self._time = 0.0
 
     def __enter__(self) -> _View:
         if self._status is not None:
@@ -165,75 +158,12 @@ class _View:
 
     def __call__(self, event: Event) -> None:
         with self._lock:
-            self._time = event.time
-            self._print_event(event)
+            self._lines(event)
             if self._status is not None:
-                rate = f"{self._tokens / self._seconds:,.0f} tokens/s" if self._seconds else ""
-                self._status.update("  ".join(filter(None, [self._version, self._work, f"{self._results} results", rate])))
+                self._status.update(self._lines.state)
 
-    def _print_event(self, event: Event) -> None:
-        fields = event.fields
-        if self._has_left:
-            return  # the engine may still report the end of its last work
-        if event.name == "joined":
-            self._line(f"joined as {fields['member']}")
-        elif event.name == "swapped":
-            self._reported = None
-            step = "" if fields["step"] is None else f" (step {fields['step']})"
-            self._version = f"version {fields['updates']}{step}"
-            self._line(f"{self._version}  paused {1e3 * float(fields['pause_seconds'] or 0):.0f} ms")
-        elif event.name == "generating":
-            self._work = f"round {fields['round']} task {fields['task']}"
-        elif event.name == "generated":
-            self._tokens += int(fields["tokens"] or 0)
-            self._seconds += (seconds := float(fields["seconds"] or 0))
-            self._line(f"round {fields['round']} task {fields['task']}  {fields['tokens']} tokens  in {figures.duration(seconds)}")
-        elif event.name == "rollout-uploaded":
-            self._reported = self._reported_failure = None
-            self._work = "waiting for work"
-            self._results += 1
-        elif event.name == "left":
-            self._has_left = True
-            self._line(f"left after {self._results} results")
-        elif event.name == "run-over":
-            self._line(f"the trainer ended the run at step {fields['step']}, so this member leaves")
-        elif event.name == "work-failed":
-            self._report_failure(fields)
-        elif event.name in ("waiting", "sync-failed", "swap-failed", "engine-lost"):
-            self._notice(f"will try again: {fields['reason']}")
-        elif event.name == "board-refused":
-            self._notice(f"this member takes no work: {fields['reason']}")
-        elif event.name == "member-retrying":
-            self._notice(f"will try again: {fields['error']}")
-        elif event.name == "engine-quarantined":
-            self._notice(f"this member generates nothing until it has loaded a full checkpoint: {fields['reason']}")
-        elif (notice := notice_of(event)) is not None:
-            self._notice(notice)
-
-    def _line(self, text: str) -> None:
-        text = f"{figures.clock_time(self._time)}  {text}"
+    def _print(self, line: str, is_notice: bool) -> None:
         if self._status is None:
-            print_labelled("", text, is_notice=False)
-        else:
-            print_wrapped(self._console, text, indent=4)
-
-    def _report_failure(self, fields: Mapping[str, Value]) -> None:
-        """Print why a task failed, once until a task succeeds. After the final failure the command prints its error itself."""
-        reason = str(fields["reason"])
-        if reason == self._reported_failure or (fields.get("final") and not fields.get("traceback")):
-            return
-        self._reported_failure = reason
-        self._print_notice(f"{'failed' if fields.get('final') else 'will try again'}: {reason}", str(fields.get("traceback") or ""))
-
-    def _notice(self, text: str) -> None:
-        """Print a notice, unless it is the one that was printed last."""
-        if text != self._reported:
-            self._reported = text
-            self._print_notice(text)
-
-    def _print_notice(self, text: str, details: str = "") -> None:
-        for line in [f"{figures.clock_time(self._time)}  {text}", *(f"    {line}" for line in details.splitlines())]:
-            if self._status is None:
-                print_labelled("", line, is_notice=True)
-            else:  # another console would print into the line with the current state
-                print_wrapped(self._console, line, style="yellow", indent=4)
+            print_labelled("", line, is_notice=is_notice)
+        else:  # another console would print into the line with the current state
+            print_wrapped(self._console, line, style="yellow" if is_notice else "", indent=4)

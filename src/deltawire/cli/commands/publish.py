@@ -14,6 +14,7 @@ import typer
 
 from ..options.chain import KEYS_METAVAR, UrlArgument, load_signing_key, read_keys
 from ..options.common import JsonOption, ThreadsOption, VerboseOption
+from ..options.metrics import MetricsOption, counted
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output.event_notices import print_if_verbose
 from ..output.progress import transfer_bars
@@ -101,6 +102,7 @@ def publish(
     ] = None,
     max_rate: MaxRateOption = None,
     max_requests: MaxRequestsOption = None,
+    metrics: MetricsOption = None,
     threads: ThreadsOption = None,
     verbose: VerboseOption = False,
     json: JsonOption = False,
@@ -145,13 +147,16 @@ def publish(
         options = WriterOptions(signing_key=key, trusted_keys=trust or (), threads=threads)
         events: list[Event] = []
 
-        def on_event(event: Event) -> None:
+        def listen(event: Event) -> None:
             events.append(event)
             if event.name == "planned":
                 bars.expect_read(f"read back version {event.fields['updates']}", int(event.fields["bytes"] or 0))
             print_if_verbose(event, verbose)
 
-        with opened(url, verbose=verbose, options=store_options(max_rate, max_requests)) as plain:
+        with (
+            counted(metrics, listen) as on_event,
+            opened(url, verbose=verbose, options=store_options(max_rate, max_requests)) as plain,
+        ):
             store = MeteredStore(plain, bars.read, written=bars.uploaded, announced=bars.expect_upload)
             chain = open_log(store, run, options)
             refuse_above_limits(chain, form.table)
