@@ -1,7 +1,7 @@
 """Loggers pass the numbers of events on to trackers, under the names that their users know.
 
-Trackio and W&B are large, so these tests use the real packages only where they are installed, and doubles of their interfaces otherwise.
-TensorBoard's files are real: tensorboardX writes them, and the test parses them.
+Doubles of trackers show what loggers do at the edges. The real Trackio, W&B (offline) and tensorboardX show that they take it: the tests
+read what they have stored.
 """
 
 from __future__ import annotations
@@ -207,28 +207,52 @@ def test_tensorboard_files_have_the_numbers(tmp_path: Path) -> None:
 
 
 def test_the_real_wandb_takes_it_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A logger joins the run that is active, also if it is made before the run, and does not end it."""
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    run = wandb.init(project="deltawire", mode="offline", dir=tmp_path)
-    emit_all(WandbLogger())
+    settings = wandb.Settings(x_disable_stats=True, x_disable_machine_info=True, disable_git=True, console="off")
+    logger = WandbLogger()
+    emit_all(logger)  # there is no run yet
+    run = wandb.init(project="deltawire", mode="offline", dir=tmp_path, settings=settings)
+    thread = threading.Thread(target=emit_all, args=(logger,))  # a publisher emits on a thread of its own
+    thread.start()
+    thread.join()
+    logger.close()
+    assert wandb.run is run
     summary = dict(run.summary)
     run.finish()
     assert (summary["train/loss"], summary["deltawire/swap/pause_seconds"]) == (-0.125, 0.004)
+    assert summary["train/global_step"] == 2  # that of the last event
 
 
-def test_the_real_trackio_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+REAL_TRACKIO = """
+import json, sys, threading, trackio
+from deltawire.events import Event, tell_all
+from deltawire.telemetry import TrackioLogger
+from deltawire.telemetry.trackers import join_run
+from trackio.sqlite_storage import SQLiteStorage
+
+with TrackioLogger("own", name="run", auto_log_cpu=False) as logger:
+    logger(Event("trained", {"step": 3, "loss": -0.125}))
+logger = TrackioLogger()
+logger(Event("trained", {"step": 1, "loss": 9.0}))  # there is no run yet
+trackio.init(project="joined", name="run", auto_log_cpu=False)
+join_run(tell_all(print, logger))  # as trainers do when training begins
+thread = threading.Thread(target=logger, args=[Event("trained", {"step": 4, "loss": 0.5})])
+thread.start()
+thread.join()
+logger.close()
+trackio.log({"train/loss": 0.25, "train/global_step": 5})  # the run goes on
+trackio.finish()
+print(json.dumps([SQLiteStorage.get_logs(project, "run") for project in ("own", "joined")]), file=sys.stderr)
+"""
+
+
+def test_the_real_trackio_takes_it(tmp_path: Path) -> None:
     pytest.importorskip("trackio", reason="trackio is not installed")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
-    code = (
-        "import json, sys, trackio\n"
-        "from deltawire.events import Event\n"
-        "from deltawire.telemetry import TrackioLogger\n"
-        "with TrackioLogger('project', name='run', auto_log_cpu=False) as logger:\n"
-        "    logger(Event('trained', {'step': 3, 'loss': -0.125}))\n"
-        "from trackio.sqlite_storage import SQLiteStorage\n"
-        "print(json.dumps(SQLiteStorage.get_logs('project', 'run')), file=sys.stderr)\n"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    (logged,) = json.loads(done.stderr.splitlines()[-1])
-    assert (logged["train/loss"], logged["train/global_step"]) == (-0.125, 3)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TRACKIO_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", REAL_TRACKIO], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    own, joined = json.loads(done.stderr.splitlines()[-1])
+    assert [(row["train/loss"], row["train/global_step"]) for row in own] == [(-0.125, 3)]
+    assert [(row["train/loss"], row["train/global_step"]) for row in joined] == [(0.5, 4), (0.25, 5)]

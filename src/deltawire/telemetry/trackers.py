@@ -134,6 +134,8 @@ class TrackioLogger(Tracker):
         run, self._run = self._run, None
         if self._is_own and run is not None:
             run.finish()
+            if self._trackio.context_vars.current_run.get() is run:  # otherwise others would log to a run that has ended
+                self._trackio.context_vars.current_run.set(None)
 
     def _log(self, metrics: dict[str, float], step: int | None, event: Event) -> None:
         self.join()
