@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from forked_python import ForkedPopen, forked_run
+from shown_run import ShownRun
 from support import publish_fully, publisher_arguments
 
 from deltawire import Publisher
@@ -87,6 +88,36 @@ def test_shortcuts_engines_and_members_are_told_when_they_change() -> None:
     assert told(found, "member-seen", "member", "seq", "lag") == [("member-1", 4, 2)]
     store.put(fleet_keys.member_key("member-1"), beat.to_bytes())
     assert look() == []
+
+
+def test_rounds_and_batches_are_told_once() -> None:
+    shown = ShownRun(MemoryStore())
+    look = looks(shown.store)
+    look()
+    shown.round(0, tasks=2)
+    shown.round(1, tasks=3)
+    assert told(look(), "round-seen", "round", "step", "tasks") == [(0, 1, 2), (1, 1, 3)]
+    key = shown.deliver(0, 1)
+    assert look() == []
+    shown.acknowledge(0, {"member-1": key})
+    assert told(look(), "batch-seen", "round", "step", "results") == [(0, 1, 1)]
+    assert look() == []
+    late = looks(shown.store)()  # a look that comes later tells both
+    assert told(late, "round-seen", "round") == [(0,), (1,)]
+    assert told(late, "batch-seen", "round", "step", "results") == [(0, 1, 1)]
+    shown.close()
+
+
+def test_a_batch_whose_list_is_missing_is_not_told() -> None:
+    shown = ShownRun(MemoryStore())
+    shown.round(0, tasks=2)
+    shown.acknowledge(0, {"member-1": shown.deliver(0, 1)})
+    (accepted,) = [info.key for info in shown.store.list("") if "/accepted/" in info.key]
+    shown.store.delete([accepted])
+    found = looks(shown.store)()
+    assert told(found, "round-seen", "round") == [(0,)]
+    assert told(found, "batch-seen", "round") == []
+    shown.close()
 
 
 def test_malformed_records_of_others_are_skipped() -> None:

@@ -21,6 +21,7 @@ from deltawire.subscribe import Subscriber, reading_mirror
 from deltawire.subscribe.model_files import read_model_files
 from deltawire.telemetry.trackers import Tracker
 from deltawire.trainers import DeltaWireCallback
+from deltawire.trainers.trl import DeltaWireTransfer
 
 TRAINER_WARNS = pytest.mark.filterwarnings("default", "ignore::deltawire.warnings.DenseUpdates", "ignore::deltawire.warnings.WideWeights")
 """deltawire does not cause the Trainer's warnings. These models are tiny and learn fast, so nearly all of their weights change."""
@@ -160,25 +161,38 @@ def test_every_must_be_positive() -> None:
         DeltaWireCallback("memory://callback", 0)
 
 
+class Joining(Tracker):
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: list[str] = []
+        self.logged: list[float] = []
+
+    def join(self) -> None:
+        self.runs.append(threading.current_thread().name)
+
+    def close(self) -> None: ...
+
+    def _log(self, metrics: dict[str, float], step: int | None, event: Any) -> None:
+        assert self.runs, "an event came before the trainer's run was looked for"
+        self.logged.append(metrics["deltawire/publish/bytes"])
+
+    def _alert(self, title: str, text: str) -> None: ...
+
+
+def test_trackers_join_the_run_of_trl_before_the_first_version() -> None:
+    tracker = Joining()
+    transfer = DeltaWireTransfer(MemoryStore(), engines=0, attachments={"config.json": b"{}"}, on_event=tell_all(tracker, None, print))
+    assert tracker.runs == []
+    for _ in range(2):  # TRL may ask again
+        transfer.init_weight_transfer()
+    assert tracker.runs == [threading.current_thread().name]
+    transfer.send_weights(iter({"w": torch.zeros(100, dtype=torch.bfloat16)}.items()))
+    assert tracker.logged
+    transfer.destroy()
+
+
 @TRAINER_WARNS
 def test_trackers_join_the_run_of_the_trainer_when_training_begins(tmp_path: Path) -> None:
-    class Joining(Tracker):
-        def __init__(self) -> None:
-            super().__init__()
-            self.runs: list[str] = []
-            self.logged: list[float] = []
-
-        def join(self) -> None:
-            self.runs.append(threading.current_thread().name)
-
-        def close(self) -> None: ...
-
-        def _log(self, metrics: dict[str, float], step: int | None, event: Any) -> None:
-            assert self.runs, "an event came before the trainer's run was looked for"
-            self.logged.append(metrics["deltawire/publish/bytes"])
-
-        def _alert(self, title: str, text: str) -> None: ...
-
     tracker = Joining()
     train(tmp_path / "out", DeltaWireCallback(tmp_path / "chain", dtype=torch.bfloat16, on_event=tell_all(tracker, None, print)), steps=1)
     assert tracker.runs == [threading.current_thread().name]

@@ -1,4 +1,4 @@
-"""A small run for tests of the dashboard: a real chain, and the records of a fleet as its trainer and members would write them."""
+"""A small run for tests of what people see: a real chain, and the records of a fleet as its trainer and members would write them."""
 
 from __future__ import annotations
 
