@@ -1,4 +1,4 @@
-"""What a member does, as lines of text for `deltawire member` and `deltawire fleet`."""
+"""Lines of text about the work of a member, for `deltawire member` and `deltawire fleet`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MemberLines:
 
     @property
     def state(self) -> str:
-        """What the member does now, in a few words."""
+        """The member's version and work now, in a few words."""
         rate = f"{self._tokens / self._seconds:,.0f} tokens/s" if self._seconds else ""
         return "  ".join(filter(None, [self._version, self._work, f"{self._results} results", rate]))
 
