@@ -33,6 +33,7 @@
     │   └── StoreUnsuitable         it lacks a guarantee that the protocol needs
     ├── ChainError                  a chain of versions cannot be followed
     │   ├── NoChain                 nothing was published there yet
+    │   ├── NoChannel               the chain has no channel of that name yet
     │   ├── RunMismatch             the location holds another run
     │   │   └── WrongRun            it is signed, but its name is not the one that the URL suggests
     │   ├── CorruptRecord           a record breaks a rule of docs/protocol.md
@@ -49,6 +50,7 @@
     ├── PublishError                a version could not be published
     │   ├── Fenced                  another publisher has taken over the run
     │   ├── CommitOutcomeUnknown    the commit may or may not have landed; the next call finds out
+    │   ├── ChannelMoved            somebody else moved the channel first
     │   ├── NonFiniteWeights        some weights are NaN or infinite, and are refused
     │   ├── CloseTimeout            the store did not answer in time when the publisher was closed
     │   ├── RecipeMissing           the chain is quantised, and `deltawire publish` was not told how to continue it
@@ -319,6 +321,13 @@ class NoChain(ChainError):
     retryable = True
 
 
+class NoChannel(ChainError):
+    """The chain has no channel of that name yet."""
+
+    hint = "Check the name, or let the channel begin with `deltawire promote URL CHANNEL --version N`."
+    retryable = True
+
+
 class RunMismatch(ChainError):
     """The location holds another run."""
 
@@ -418,6 +427,12 @@ class CommitOutcomeUnknown(PublishError):
 
     hint = "Publish again when the store answers."
     retryable = True
+
+
+class ChannelMoved(PublishError):
+    """Somebody else moved the channel first. The channel stands where they moved it."""
+
+    hint = "Look at it with `deltawire channels URL`, and decide again."
 
 
 class RecipeMissing(PublishError):

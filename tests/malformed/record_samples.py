@@ -11,6 +11,7 @@ from deltawire import Digest
 from deltawire.errors import CorruptRecord
 from deltawire.format.records.announcement_records import Announcement
 from deltawire.format.records.canary_records import CanaryRecord, RecordedTokens
+from deltawire.format.records.channel_records import ChannelMove
 from deltawire.format.records.collection_records import Mark, Pin
 from deltawire.format.records.file_list import FileListRef
 from deltawire.format.records.gate_records import ChannelPlace, EvaluationResult, GateRecord, GroupMean, LimitFinding
@@ -86,6 +87,7 @@ GATE = GateRecord(
     nonce=ID,
     signature=SIGNATURE,
 )
+MOVE = ChannelMove(ID, "stable", 3, "rollback", CommitRef(8, HASH, DIGEST), OTHER, 50_000, "worse", "me@host", 5, ID, SIGNATURE)
 CANARY = CanaryRecord(
     ID, ID, 1, CommitRef(8, HASH, DIGEST), (RecordedTokens((1, 2, 3), (4, 5), (-0.5, -1.25)), RecordedTokens((9,), (8,), (0.0,))), SIGNATURE
 )
@@ -117,6 +119,8 @@ RECORDS = {
     "head": Head(2**63 - 1),
     "canary": CANARY,
     "gate": GATE,
+    "move of a channel": MOVE,
+    "first move of a channel": dataclasses.replace(MOVE, move=0, kind="promote", before=None, share=None, signature=None),
     "announcement": ANNOUNCEMENT,
     "announcement without files": dataclasses.replace(ANNOUNCEMENT, files=(), signature=None),
 }

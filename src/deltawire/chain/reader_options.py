@@ -9,9 +9,11 @@ from pathlib import Path
 from ..events import OnEvent
 from ..format.records.record_parts import Limits
 from ..format.records.signing import public_keys
+from ..store import keys
 from ..store.base import Store, StoreOptions
 from ..store.locations import Location, open_sources
 from ..store.source_options import SourceOptions
+from .channels import ChannelReader
 from .log import ChainLog
 from .published_relays import published_relays
 
@@ -62,6 +64,9 @@ class ReaderOptions:
         Only for a reader with several stores: seconds between two requests to the origin for a commit that no copy has yet.
     find_relays
         Whether to read also from copies that relays have published in the run (`deltawire relay --publish-as`).
+    channel
+        The name of a channel, such as "stable". The reader then takes the version that the channel names, instead of the newest one, and
+        never one that the channel did not name. Fetches nothing before a version is on the channel. None follows the newest version.
     """
 
     run: str | None = None
@@ -77,11 +82,14 @@ class ReaderOptions:
     relay_patience: float = 15.0
     origin_poll: float = 5.0
     find_relays: bool = False
+    channel: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trusted_keys", public_keys(self.trusted_keys))
         if self.ahead_bytes is not None and self.ahead_bytes < 0:
             raise ValueError("ahead_bytes must be at least 0; None follows the size of the state")
+        if self.channel is not None:
+            keys.channel_key(self.channel, 0)  # raises ValueError for a name that channels cannot have
 
     def open_store(self, location: Location, *, on_event: OnEvent | None = None) -> Store:
         """Open the store at a location, or one that reads from several. Sends no request yet.
@@ -107,3 +115,13 @@ class ReaderOptions:
             The store that holds the chain.
         """
         return ChainLog(store, run=self.run, trusted_keys=self.trusted_keys, limits=self.limits)
+
+    def open_channel(self, log: ChainLog) -> ChannelReader | None:
+        """Return the channel to follow, or None. Reads nothing yet.
+
+        Parameters
+        ----------
+        log
+            The chain.
+        """
+        return None if self.channel is None else ChannelReader(log, self.channel)

@@ -6,6 +6,7 @@ process/        exit codes, signals, and commands that run until a signal
 stores/         stores with notices, a trace of requests, and counted bytes
 output/         text for people: lines, tables, pictures and progress bars
 chain_history   reads what `log` shows
+channel_moves   moves a channel, for `promote` and `rollback`
 delta_input     opens a delta file, for `apply` and `inspect`
 publish_input   checks what `publish` is given
 publish_check   compares a checkpoint with the chain, for `publish`
@@ -24,6 +25,7 @@ from .. import __version__
 from .commands import (
     apply,
     canary,
+    channels,
     dashboard,
     diff,
     events,
@@ -36,10 +38,12 @@ from .commands import (
     member,
     members,
     plan,
+    promote,
     publish,
     pull,
     relay,
     report,
+    rollback,
     rollouts,
     show,
     sidecar,
@@ -73,6 +77,9 @@ app.command("follow", cls=PlainCommand, rich_help_panel=_CHAINS)(follow.follow)
 app.command("relay", cls=PlainCommand, rich_help_panel=_CHAINS)(relay.relay)
 app.command("sidecar", cls=PlainCommand, rich_help_panel=_CHAINS)(sidecar.sidecar)
 app.command("canary", cls=PlainCommand, rich_help_panel=_CHAINS)(canary.canary)
+app.command("promote", cls=PlainCommand, rich_help_panel=_CHAINS)(promote.promote)
+app.command("rollback", cls=PlainCommand, rich_help_panel=_CHAINS)(rollback.rollback)
+app.command("channels", cls=PlainCommand, rich_help_panel=_CHAINS)(channels.channels)
 app.command("log", cls=PlainCommand, rich_help_panel=_CHAINS)(log.log)
 app.command("events", cls=PlainCommand, rich_help_panel=_CHAINS)(events.events)
 app.command("show", cls=PlainCommand, rich_help_panel=_CHAINS)(show.show)

@@ -49,7 +49,7 @@ class TakeOver:
     ) -> None:
         check_seq(resume_from_seq)
         refuse_occupied(store)
-        _refuse_copy(store)
+        refuse_copy(store)
         probe(store)
         open_run(store, run, options.limits)
         self._store = store
@@ -87,7 +87,7 @@ class TakeOver:
         return AttachedFiles(self.log, writer.in_force, self._stored, keeps_others=self._keeps_others, on_event=on_event)
 
 
-def _refuse_copy(store: Store) -> None:
+def refuse_copy(store: Store) -> None:
     """Raise `RelayConflict` if relays write to this location. A version that is published here would never reach the origin's readers."""
     try:
         store.head(keys.COPY)

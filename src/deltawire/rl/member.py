@@ -64,6 +64,8 @@ class MemberOptions:
         Copies of the chain that relays keep. The member reads weights from them if they are nearer than `source`.
     find_relays
         Whether to read also from copies that relays have published in the run.
+    channel
+        The channel that the member follows. None follows the newest version.
     """
 
     source: str
@@ -82,6 +84,7 @@ class MemberOptions:
     host_cache: str | None = None
     relays: tuple[str, ...] = ()
     find_relays: bool = False
+    channel: str | None = None
 
     def to_arguments(self) -> list[str]:
         """Return them as arguments of `deltawire member`."""
@@ -91,7 +94,13 @@ class MemberOptions:
         arguments += ["--kv-cache", self.kv_cache, "--canary", self.canary, *(["--routing"] if self.routing else [])]
         arguments += [part for spec in self.env for part in ("--env", spec)]
         arguments += [part for key in self.trust for part in ("--trust", key)]
-        for option, value in (("--name", self.name), ("--mirror", self.mirror), ("--run", self.run), ("--host-cache", self.host_cache)):
+        for option, value in (
+            ("--name", self.name),
+            ("--mirror", self.mirror),
+            ("--run", self.run),
+            ("--host-cache", self.host_cache),
+            ("--channel", self.channel),
+        ):
             arguments += [option, value] if value else []
         if self.store is not None and self.store.max_rate is not None:
             arguments += ["--max-rate", f"{self.store.max_rate:.3f}B"]
@@ -235,6 +244,7 @@ def _reader_options(options: MemberOptions, name: str) -> ReaderOptions:
         store=options.store,
         host_cache=options.host_cache,
         find_relays=options.find_relays,
+        channel=options.channel,
     )
 
 

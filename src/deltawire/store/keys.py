@@ -19,6 +19,7 @@ REPORTS = "report/"
 RELAYS = "relay/"
 """Prefixes for listings."""
 CANARIES = "canary/"
+CHANNELS = "channel/"
 
 _SHORT, _LONG = r"([0-9]{10})", r"([0-9]{20})"
 _EPOCH = re.compile(rf"epoch/{_SHORT}\.json")
@@ -30,6 +31,7 @@ _DATA = re.compile(rf"data/{_SHORT}/{_LONG}/([0-9a-f]{{64}})\.(safetensors|file)
 _PIN = re.compile(r"pin/(.+)\.json")
 _REPORT = re.compile(r"report/(.+)\.json")
 _RELAY = re.compile(r"relay/(.+)\.json")
+_CHANNEL = re.compile(rf"channel/([^/]+)/{_SHORT}\.json")
 
 
 class DataKey(NamedTuple):
@@ -80,6 +82,11 @@ def relay_key(name: str) -> str:
     return f"{RELAYS}{_reader(name)}.json"
 
 
+def channel_key(channel: str, move: int) -> str:
+    """Return the key of a move of a channel. Its name has the form of readers' names; raises ValueError for any other."""
+    return f"{CHANNELS}{_reader(channel, 'channel')}/{_digits(move, 10)}.json"
+
+
 def probe_key(nonce: str) -> str:
     return f"{PROBES}{nonce}"
 
@@ -127,6 +134,12 @@ def parse_relay_key(key: str) -> str | None:
     return found[1] if found and is_reader_name(found[1]) else None
 
 
+def parse_channel_key(key: str) -> tuple[str, int] | None:
+    """Return the name of the channel and the number of the move."""
+    found = _CHANNEL.fullmatch(key)
+    return (found[1], int(found[2])) if found and is_reader_name(found[1]) else None
+
+
 def parse_data_key(key: str) -> DataKey | None:
     found = _DATA.fullmatch(key)
     return DataKey(int(found[1]), int(found[2]), found[3], found[4]) if found else None
@@ -145,9 +158,9 @@ def find_data_key(text: str) -> str | None:
     return found[0] if found else None
 
 
-def _reader(name: str) -> str:
+def _reader(name: str, what: str = "reader") -> str:
     if not is_reader_name(name):
-        raise ValueError(f"{name!r} cannot name a reader: letters, digits, '.', '_', '-', at most 64, no leading dot")
+        raise ValueError(f"{name!r} cannot name a {what}: letters, digits, '.', '_', '-', at most 64, no leading dot")
     return name
 
 

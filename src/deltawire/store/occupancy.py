@@ -16,7 +16,7 @@ _LOOKED_AT = 1000
 """Most objects that are looked at."""
 _MAX_RUN_BYTES = 1 << 16
 _CHAIN = (keys.EPOCHS, keys.COMMITS, keys.ANCHORS, keys.SKIPS, keys.DATA, keys.MARKS)
-_OWN = (*_CHAIN, keys.PINS, keys.PROBES, keys.REPORTS, keys.RELAYS, FLEET)
+_OWN = (*_CHAIN, keys.PINS, keys.PROBES, keys.REPORTS, keys.RELAYS, keys.CHANNELS, FLEET)
 
 
 def refuse_occupied(store: Store) -> None:

@@ -6,16 +6,22 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from ..chain.channels import ChannelReader, target_of
 from ..chain.log import ChainLog
 from ..errors import ChainError, ChainStale, DataMissing, DeltaError, NoChain, VersionGone, VersionUnknown
 from ..events import Stopwatch
+from ..format.records.channel_records import ChannelMove
 from ..format.records.version_records import Commit
 from .seen import SeenFile
 
 _ATTEMPTS = 8
-"""If a collection deletes the newest version this many times during one sync, the sync fails."""
+"""If a collection deletes the newest version, or a channel leaves it, this many times during one sync, the sync fails."""
 
 _Result = TypeVar("_Result")
+
+
+class TargetLeft(Exception):
+    """The channel was moved while a sync prepared to reach its target. `ChainView.reach` continues with the new target."""
 
 
 class ChainView:
@@ -29,18 +35,28 @@ class ChainView:
         Remembers the newest commit across processes, before anything is done with it.
     max_silence
         The largest age of the newest commit, in seconds.
+    channel
+        The channel to follow. None follows the newest version.
     clock
         Returns the time in seconds since 1970.
     """
 
     def __init__(
-        self, log: ChainLog, *, seen: SeenFile | None = None, max_silence: float | None = None, clock: Callable[[], float] = time.time
+        self,
+        log: ChainLog,
+        *,
+        seen: SeenFile | None = None,
+        max_silence: float | None = None,
+        channel: ChannelReader | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.log = log
         self._seen = seen
         self._max_silence = max_silence
+        self._channel = channel
         self._clock = clock
         self._head: Commit | None = None
+        self._target: Commit | None = None
 
     def head(self) -> Commit:
         """Return the newest commit that is not void. Raises `NoChain` if nothing is published, `RollbackDetected` or `ChainBroken`."""
@@ -74,12 +90,38 @@ class ChainView:
             raise VersionUnknown(f"the chain at {self.log.store.url} has no version in commit {seq}.")
         return self.log.state_commit(commit)
 
+    def target(self) -> Commit:
+        """Return the commit of the version that the reader should have: the one that its channel names, or otherwise the newest.
+
+        Raises the errors of `head`, `NoChannel`, and those of `target_of` for a channel that names no version of this chain.
+        """
+        move = None if self._channel is None else self._channel.newest()  # first, so that the head is not older
+        head = self.head()
+        self._target = self.log.state_commit(head) if move is None else target_of(self.log, move, head)
+        return self._target
+
+    @property
+    def move(self) -> ChannelMove | None:
+        """The newest move of the channel that was read. None without a channel."""
+        return None if self._channel is None else self._channel.seen
+
+    def is_left(self) -> bool:
+        """Return whether the channel was moved since its target was last read. This takes one request; without a channel, none."""
+        return self._channel is not None and self._channel.has_news()
+
+    def check_wanted(self) -> None:
+        """Raise `TargetLeft` if the channel was moved since its target was last read."""
+        if self.is_left():
+            raise TargetLeft
+
     def reach(self, seq: int | None, attempt: Callable[[Commit], _Result], *, watch: Stopwatch | None = None) -> _Result:
-        """Call `attempt` with the commit that made version `seq`, or the newest version if `seq` is None. Return its result.
+        """Call `attempt` with the commit that made version `seq`, or that of `target` if `seq` is None. Return its result.
 
         While the attempt runs, the chain may grow and a collection may delete the data (`VersionGone`). Then the attempt is repeated with
         the version that is newest by then. Raises `DataMissing`, which is retryable, if no route leads to the newest version. `watch`
         counts the time for finding the version as "find". If a copy of the chain may be the reason of an error, the origin is asked.
+
+        An attempt that raises `TargetLeft` is repeated with the version that the channel names by then.
         """
         return self._or_from_origin(lambda: self._reach(seq, attempt, watch or Stopwatch()))
 
@@ -99,32 +141,43 @@ class ChainView:
         passed: Commit | None = None
         for _ in range(_ATTEMPTS):
             with watch.phase("find"):
-                commit = self.version_at(self.head(), seq)
-            if passed is not None and commit.seq <= passed.seq:
-                raise DataMissing(f"nothing that is left in {self.log.store.url} leads to its newest version, {commit.seq}.")
+                commit = self.target() if seq is None else self.version_at(self.head(), seq)
+            if passed is not None and (commit == passed if self._channel is not None else commit.seq <= passed.seq):
+                raise DataMissing(f"nothing that is left in {self.log.store.url} leads to version {commit.updates} (commit {commit.seq}).")
             try:
                 return attempt(commit)
+            except TargetLeft:
+                continue
             except VersionGone as error:
                 if seq is not None:
                     raise VersionGone(f"version {commit.updates} was deleted by garbage collection: {error.message}") from error
                 passed = commit
         raise DataMissing(
-            f"{self.log.store.url} is collected faster than this reader fetches: {_ATTEMPTS} newest versions were gone in turn."
+            f"{self.log.store.url} is collected, or its channel is moved, faster than this reader fetches: {_ATTEMPTS} versions were gone "
+            "or left in turn."
         )
 
     def updates_known(self) -> int:
-        """Return how many versions there were when the head was last read."""
-        return 0 if self._head is None else self._head.updates
+        """Return how many versions there were, up to the one that the reader should have, when that was last read."""
+        known = self._head if self._channel is None else self._target
+        return 0 if known is None else known.updates
 
     def has_news(self) -> bool:
-        """Return whether commits were added since the head was last read. This takes one request.
+        """Return whether commits were added since the head was last read, or the channel was moved. This takes one request.
 
         From time to time it takes one more, to check whether the store was set back to an earlier state (`RollbackDetected`).
         """
         return self._or_from_origin(self._has_news)
 
     def _has_news(self) -> bool:
-        if self.log.known is None or self.log.read(self.log.known.seq + 1) is not None:
+        if self.log.known is None:
+            return True
+        if self._channel is not None:
+            if self._channel.has_news():
+                return True
+            if self._max_silence is not None:
+                self.head()
+        elif self.log.read(self.log.known.seq + 1) is not None:
             return True
         self.log.check_known()
         return False

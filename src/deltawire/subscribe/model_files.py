@@ -123,7 +123,8 @@ def read_model_files(store: Store, *, seq: int | None = None, options: ReaderOpt
         Which chain to accept and how to read it.
     """
     options = options or ReaderOptions()
-    chain = ChainView(options.open_log(store), max_silence=options.max_silence)
+    log = options.open_log(store)
+    chain = ChainView(log, max_silence=options.max_silence, channel=options.open_channel(log))
     shared = open_host_cache(options)
     files = chain.reach(
         seq, lambda target: _read(chain.log, target, Fetcher(store, limits=chain.log.limits, patience=options.patience, shared=shared))

@@ -79,7 +79,8 @@ def pull(
     if why := misplaced(out):
         raise CheckpointError(f"{out} {why}. Name another directory for the checkpoint: `deltawire pull URL DIR`.")
     with _opened(url, options, on_event) as store:
-        chain = ChainView(options.open_log(store), max_silence=options.max_silence)
+        log = options.open_log(store)
+        chain = ChainView(log, max_silence=options.max_silence, channel=options.open_channel(log))
         pins = PinKeeper(store, options.reader, enabled=options.pin, on_event=on_event)
 
         shared = open_host_cache(options, on_event)

@@ -12,12 +12,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from ..chain.channels import move_fields
 from ..chain.fetch import Fetcher
 from ..chain.reader_options import ReaderOptions
 from ..chain.routes import Routes
 from ..chain.version import Version
 from ..errors import ChainError, ChainStale, DeltawireError
 from ..events import OnEvent, emit
+from ..format.records.channel_records import ChannelMove
 from ..format.records.record_parts import FileEntry
 from ..format.records.run_records import Run
 from ..format.records.version_records import Commit
@@ -34,6 +36,9 @@ from .pin_keeper import PinKeeper
 from .replica import Replica
 from .sync_context import SyncContext
 from .sync_report import SyncReport
+
+_MOST_MOVES = 8
+"""A sync follows a channel that is moved meanwhile this many times. The next sync continues."""
 
 
 class Subscriber:
@@ -102,8 +107,10 @@ class Subscriber:
         else:  # last, because it takes a lock, and everything that can fail must come before
             self._replica = self._mirrored = MirrorReplica(Path(mirror), threads=threads, trusted_keys=options.trusted_keys)
         log.followed_run = None if self._mirrored is None else self._mirrored.run_id
-        self._ahead = FilesAhead(log, options.ahead_bytes, shared=self._shared)
-        self._chain = ChainView(log, seen=self._mirrored.seen if self._mirrored else None, max_silence=options.max_silence)
+        # Announced files are of a version that is on no channel yet, so a follower of a channel does not look for them.
+        self._ahead = FilesAhead(log, options.ahead_bytes if options.channel is None else 0, shared=self._shared)
+        seen = self._mirrored.seen if self._mirrored else None
+        self._chain = ChainView(log, seen=seen, max_silence=options.max_silence, channel=options.open_channel(log))
 
     @property
     def state(self) -> Mapping[str, NDArray[Any]]:
@@ -127,13 +134,17 @@ class Subscriber:
         return self._mirrored.slot_path if self._mirrored else None
 
     def lag(self) -> int:
-        """Return how many versions the subscriber is behind the chain. Asks the store, and raises the errors of `sync`."""
-        head = self._chain.head()
+        """Return how many versions the subscriber is behind the chain, or behind or ahead of its channel.
+
+        Asks the store, and raises the errors of `sync`.
+        """
+        target = self._chain.target()
         commit = self._replica.commit
-        return head.updates - (commit.updates if commit is not None else 0)
+        return abs(target.updates - (commit.updates if commit is not None else 0))
 
     def sync(self, *, seq: int | None = None) -> Version:
-        """Bring the replica to the newest version, or to another one. Return the version that it then has.
+        """Bring the replica to the newest version, to the one that its channel names, or to another one. Return the version that it then
+        has.
 
         Raises a `StoreError` or `ChainError` if the version cannot be reached, and `MirrorError` if the directory cannot be used.
         `ChainStale` is also raised after the version was reached.
@@ -142,13 +153,14 @@ class Subscriber:
         ----------
         seq
             The number of the version's commit, `Version.seq`. It is not the version number that `deltawire log` shows. The version may be
-            older than the present one. None means the newest version. In a shared mirror, this moves the mirror for all its users.
+            older than the present one, and need not be on the channel. None means the newest version, or the version that the channel
+            names. In a shared mirror, this moves the mirror for all its users.
         """
         with self._busy:
             if self._closed.is_set():
                 raise ValueError("the subscriber is closed")
             report = SyncReport(self._ahead.holds)
-            before = self._replica.commit
+            before, moved = self._replica.commit, self._chain.move
             try:
                 with report.watch.phase("total"):
                     self._move(seq, report)
@@ -164,6 +176,7 @@ class Subscriber:
                 raise
             finally:
                 report.shared_bytes = 0 if self._shared is None else self._shared.take_count()
+                self._emit_move(moved)
                 self._emit_change(before, report)
             version = self.version
             assert version is not None
@@ -216,7 +229,10 @@ class Subscriber:
             run = self._chain.log.run
             if self._mirrored is not None and self._mirrored.run_id is not None:
                 self._mirrored.create(run.id)  # raises an error if the mirror has another run
-        self._chain.reach(seq, lambda commit: self._move_to(commit, run, report, newest=seq is None), watch=report.watch)
+        for _ in range(_MOST_MOVES):
+            self._chain.reach(seq, lambda commit: self._move_to(commit, run, report, newest=seq is None), watch=report.watch)
+            if seq is not None or not self._chain.is_left():
+                break
 
     def _move_to(self, commit: Commit, run: Run, report: SyncReport, *, newest: bool) -> None:
         if self._mirrored is not None and self._mirrored.run_id is None:  # not earlier, because the chain might have been refused
@@ -245,7 +261,9 @@ class Subscriber:
             self._chain.log,
             routes,
             report,
-            newest=newest,
+            newest=newest and self._options.channel is None,
+            check_wanted=self._chain.check_wanted if newest else lambda: None,
+            in_one=newest and self._options.channel is not None,
             patience=self._options.patience,
             progress=self._pins.renew,
             ahead=self._ahead,
@@ -296,6 +314,11 @@ class Subscriber:
         retryable = isinstance(error, DeltawireError) and error.retryable
         seq = None if commit is None else commit.seq
         emit(self._on_event, "sync-failed", error=type(error).__name__, reason=str(error), retryable=int(retryable), seq=seq)
+
+    def _emit_move(self, before: ChannelMove | None) -> None:
+        move = self._chain.move
+        if move is not None and move != before:
+            emit(self._on_event, "channel-moved", **move_fields(move))
 
     def _emit_change(self, before: Commit | None, report: SyncReport) -> None:
         now = self._replica.commit

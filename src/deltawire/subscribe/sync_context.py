@@ -35,6 +35,10 @@ class SyncContext:
         Counts what the sync costs.
     newest
         Whether the target is the newest version, so that an even newer one is fine too.
+    check_wanted
+        Called when everything is ready, before the version is served. Raises an exception if the target is no longer wanted.
+    in_one
+        Whether versions between the present one and the target must not be served, not even for a moment.
     patience
         Seconds to wait for data that arrive after their commit.
     progress
@@ -53,6 +57,8 @@ class SyncContext:
     routes: Routes
     report: SyncReport = field(default_factory=SyncReport)
     newest: bool = True
+    check_wanted: Callable[[], None] = lambda: None
+    in_one: bool = False
     patience: float = PATIENCE
     progress: Progress | None = None
     ahead: FilesAhead | None = None

@@ -15,6 +15,7 @@ import typer
 
 from ...events import Event, OnEvent
 from ..options.chain import RelaysOption, RunOption, TrustOption, check_host_cache, host_cache_of
+from ..options.channels import ChannelOption
 from ..options.common import JsonLinesOption
 from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOption, RoutingOption
 from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourcesOption, check_member_name
@@ -72,6 +73,7 @@ def fleet(
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, metavar="N", help="Restart a member that died at most this many times in an hour.")
     ] = 10,
+    channel: ChannelOption = None,
     relays: RelaysOption = False,
     max_rate: MaxRateOption = None,
     max_requests: MaxRequestsOption = None,
@@ -127,6 +129,7 @@ def fleet(
                 host_cache=host_cache_of(sharing),
                 relays=tuple(sources[1:]),
                 find_relays=relays,
+                channel=channel,
             )
             for number in range(total)
         }

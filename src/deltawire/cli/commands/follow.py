@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..options.chain import FromOption, HostCacheOption, PinOption, RelaysOption, RunOption, TrustOption, UrlArgument, reader_options
+from ..options.channels import ChannelOption
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
 from ..options.metrics import MetricsOption, counted
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
@@ -51,6 +52,7 @@ def follow(
         str | None,
         typer.Option("--exec", metavar="CMD", help="Run this shell command after each new version. See above.", show_default=False),
     ] = None,
+    channel: ChannelOption = None,
     copies: FromOption = None,
     relays: RelaysOption = False,
     trust: TrustOption = None,
@@ -64,7 +66,7 @@ def follow(
     verbose: VerboseOption = False,
     json: JsonLinesOption = False,
 ) -> None:
-    """Keep a directory up to date with the newest version of a chain.
+    """Keep a directory up to date with the newest version of a chain, or with a channel.
 
     DIR/current is a complete checkpoint at any time. The command prints a line for each version that it reaches. It skips versions if they
     are published faster than it can fetch them. After a temporary error, such as a store that does not answer, it prints a notice on
@@ -88,7 +90,9 @@ def follow(
         progress = bar.enter_context(progress_bar(f"sync {directory.name}", None, quiet=json or verbose))
         listener = _Listener(json, is_patient=not once, verbose=verbose)
         limits = store_options(max_rate, max_requests)
-        reading = reader_options(run, trust, max_silence=max_silence, pin=pin, store=limits, host_cache=host_cache, relays=relays)
+        reading = reader_options(
+            run, trust, max_silence=max_silence, pin=pin, store=limits, host_cache=host_cache, relays=relays, channel=channel
+        )
         store = stack.enter_context(opened(url, copies=copies, reading=reading, verbose=verbose))
         on_event = stack.enter_context(counted(metrics, ending.with_output(listener)))
         subscriber = stack.enter_context(

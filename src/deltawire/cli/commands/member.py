@@ -17,6 +17,7 @@ from rich.status import Status
 
 from ...errors import UnusableReward
 from ..options.chain import HostCacheOption, RelaysOption, RunOption, TrustOption, host_cache_of
+from ..options.channels import ChannelOption
 from ..options.common import JsonLinesOption
 from ..options.engine import Cache, Canary, MemberCacheOption, MemberCanaryOption, RoutingOption
 from ..options.member import DeviceOption, EngineOption, EnvOption, MirrorOption, PollOption, SourcesOption, check_member_name
@@ -54,6 +55,7 @@ def member(
     canary: MemberCanaryOption = Canary.off,
     routing: RoutingOption = False,
     poll: PollOption = 0.5,
+    channel: ChannelOption = None,
     relays: RelaysOption = False,
     max_rate: MaxRateOption = None,
     max_requests: MaxRequestsOption = None,
@@ -95,6 +97,7 @@ def member(
             host_cache=host_cache_of(host_cache),
             relays=tuple(sources[1:]),
             find_relays=relays,
+            channel=channel,
         )
         stop = threading.Event()
         if leave_with_stdin:

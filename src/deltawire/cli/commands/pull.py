@@ -22,6 +22,7 @@ from ..options.chain import (
     reader_options,
     refuse_several,
 )
+from ..options.channels import ChannelOption
 from ..options.common import ForceOption, JsonOption, ThreadsOption, VerboseOption
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
 from ..output import figures
@@ -33,6 +34,7 @@ from ..process.exit_codes import exit_codes
 from ..stores.opened import opened
 
 if TYPE_CHECKING:
+    from ...chain.channels import ChannelReader
     from ...chain.log import ChainLog
     from ...chain.version import Version
     from ...events import Event
@@ -48,6 +50,7 @@ def pull(
         int | None, typer.Option("--at", min=1, metavar="VERSION", help="Take this version instead of the newest.", show_default=False)
     ] = None,
     step: StepOption = None,
+    channel: ChannelOption = None,
     force: ForceOption = False,
     copies: FromOption = None,
     relays: RelaysOption = False,
@@ -68,7 +71,7 @@ def pull(
     only when it is complete and checked. --force replaces a checkpoint in DIR, but never a directory that also holds other files. To keep a
     directory up to date, use `follow`.
     """
-    refuse_several(at=at, step=step)
+    refuse_several(at=at, step=step, channel=channel)
     with exit_codes(json), Ending(_LONGEST_ENDING):
         from ...subscribe.pull import pull as pull_version
 
@@ -76,7 +79,7 @@ def pull(
         planned: dict[str, Any] = {}
         reported: set[str] = set()
         limits = store_options(max_rate, max_requests)
-        options = reader_options(run, trust, pin=pin, store=limits, host_cache=host_cache, relays=relays)
+        options = reader_options(run, trust, pin=pin, store=limits, host_cache=host_cache, relays=relays, channel=channel)
         with (
             opened(url, copies=copies, reading=options, verbose=verbose) as store,
             progress_bar(f"pull {directory.name}", None, quiet=json or verbose) as progress,
@@ -94,7 +97,7 @@ def pull(
             chain = options.open_log(store)
             seq = find_seq(chain, at, step)
             if dry_run:
-                plan = plan_pull(chain, directory, seq, replace=force)
+                plan = plan_pull(chain, directory, seq, replace=force, channel=options.open_channel(chain))
                 progress.close()
                 _report_plan(store.url, directory, plan, json)
                 return
@@ -125,7 +128,7 @@ class PullPlan:
     files: list[str]
 
 
-def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: bool) -> PullPlan:
+def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: bool, channel: ChannelReader | None = None) -> PullPlan:
     """Find the route to a version, and check that the directory could be written. Fetches no data, and writes nothing."""
     from ...chain.restore import fetched_hops
     from ...chain.routes import Routes
@@ -135,8 +138,8 @@ def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: boo
     from ...subscribe.chain_view import ChainView
 
     refuse_output(directory, directory=True, replace=replace)
-    view = ChainView(chain)
-    target = view.version_at(view.head(), seq)
+    view = ChainView(chain, channel=channel)
+    target = view.target() if seq is None else view.version_at(view.head(), seq)
     hops = Routes(chain).find(None, target)
     attachments = target.attachments or ()
     size = sum(entry.size for hop in hops for entry in hop.files) + sum(entry.size for entry in attachments)

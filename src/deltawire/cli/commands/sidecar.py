@@ -14,6 +14,7 @@ import typer
 
 from ..options.adapters import LoraOption, read_adapters, start_followers, with_adapters
 from ..options.chain import HostCacheOption, PinOption, RelaysOption, RunOption, TrustOption, check_urls, reader_options
+from ..options.channels import ChannelOption
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
 from ..options.engine import Cache, CacheOption, Canary, CanaryOption
 from ..options.member import check_member_name
@@ -125,6 +126,7 @@ def sidecar(
         SwapBy, typer.Option("--swap", help="Swap in one call if the server can, or always by vLLM's routes, which takes longer.")
     ] = SwapBy.call,
     lora: LoraOption = None,
+    channel: ChannelOption = None,
     name: Annotated[
         str | None,
         typer.Option(
@@ -148,7 +150,7 @@ def sidecar(
     verbose: VerboseOption = False,
     json: JsonLinesOption = False,
 ) -> None:
-    """Keep a running vLLM server up to date with the newest version of a chain.
+    """Keep a running vLLM server up to date with the newest version of a chain, or with a channel.
 
     Start the server on the same machine with `VLLM_SERVER_DEV_MODE=1` and `--weight-transfer-config '{"backend": "deltawire"}'`. The
     sidecar fetches deltas, and the server decodes them against its own weights while it generates. The server is paused only while the
@@ -171,7 +173,7 @@ def sidecar(
         printing = ending.with_output(_print_as_json if json else _Listener(verbose))
         on_event = stack.enter_context(counted(metrics, printing, name))
         limits = store_options(max_rate, max_requests)  # full checkpoints are read by the server, without these limits
-        reading = partial(reader_options, pin=pin, store=limits, host_cache=host_cache)
+        reading = partial(reader_options, pin=pin, store=limits, host_cache=host_cache, channel=channel)
         followers = start_followers(adapters, engine, spool, reading(None, trust), on_event)
         driver = (
             None

@@ -160,6 +160,7 @@ def reader_options(
     store: StoreOptions | None = None,
     host_cache: str = "off",
     relays: bool = False,
+    channel: str | None = None,
 ) -> ReaderOptions:
     """Return the options of a reader from those of a command.
 
@@ -175,6 +176,8 @@ def reader_options(
         The value of --host-cache.
     relays
         Whether --relays is given.
+    channel
+        The value of --channel.
     """
     from ...chain.reader_options import ReaderOptions
 
@@ -187,6 +190,7 @@ def reader_options(
         store=store,
         host_cache=host_cache_of(host_cache),
         find_relays=relays,
+        channel=channel,
     )
 
 

@@ -35,6 +35,19 @@ KINDS = (
         "One rank of a sharded publisher has uploaded its part of a version.",
         (f.integer("rank", "This is the number of the rank."), f.SEQ, f.BYTES, f.SECONDS),
     ),
+    EventKind(
+        "channel-moved",
+        "info",
+        "A channel names another version, or has another share of the users. Its followers report it, too, when they see it.",
+        (
+            f.CHANNEL,
+            f.integer("move", "This is the number of the move."),
+            f.text("kind", "The move is a `promote`, a `rollback` or a `share`."),
+            f.SEQ,
+            f.integer("share", "This many of a million users belong to the channel.").maybe,
+            f.WHY,
+        ),
+    ),
     EventKind("superseded", "info", "A version in the background was left out, because a newer one came first.", (f.STEP.maybe, f.TRACE)),
     EventKind("publish-failed", "error", "A version could not be published.", (f.STEP.maybe, f.ERROR, f.REASON, f.TRACE)),
     EventKind(

@@ -22,7 +22,7 @@ from blake3 import blake3
 from ....chain.reader_options import ReaderOptions
 from ....chain.reports import SERVING, put_report
 from ....chain.version import Version
-from ....errors import DecodingDiffers, DeltawireError, EngineError, EngineModelDiffers, NoChain, StoreError
+from ....errors import DecodingDiffers, DeltawireError, EngineError, EngineModelDiffers, NoChain, NoChannel, StoreError
 from ....events import Event, OnEvent, emit
 from ....store import Store
 from ....store.locations import Location
@@ -159,7 +159,7 @@ class Sidecar:
             try:
                 self.step()
                 failures, self._problem, self._told_waiting = 0, None, None
-            except NoChain as error:
+            except (NoChain, NoChannel) as error:
                 self._problem = str(error)
                 failures = 0  # the subscriber has reported it; the first version should not wait longer than `poll`
             except EngineUnreachable as error:

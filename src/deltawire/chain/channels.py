@@ -1,0 +1,205 @@
+"""Read channels: named pointers into a chain (docs/protocol.md §12). `deltawire.publish.channels` moves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from blake3 import blake3
+
+from ..errors import ChainBroken, CorruptRecord, DataMissing, NoChannel
+from ..events import Value
+from ..format.records.channel_records import MILLION, ChannelMove
+from ..format.records.record_parts import MAX_EPOCH, record_hash
+from ..format.records.run_records import check_same_run
+from ..format.records.signing import check_signature
+from ..format.records.version_records import Commit
+from ..store import keys
+from .log import ChainLog
+from .newest_slot import newest_filled
+
+KEPT_TARGETS = 5
+"""Collection keeps what leads to this many different versions: the present one of each channel, and those before it."""
+
+
+class ChannelReader:
+    """Reads one channel of a chain, and remembers the newest move that it has seen. Use it from one thread at a time.
+
+    Parameters
+    ----------
+    log
+        The chain.
+    name
+        The name of the channel.
+    """
+
+    def __init__(self, log: ChainLog, name: str) -> None:
+        keys.channel_key(name, 0)  # raises ValueError for a name that channels cannot have
+        self.log = log
+        self.name = name
+        self._seen: tuple[ChannelMove, str] | None = None
+        """The newest move that was read, and the hash of its record."""
+
+    @property
+    def seen(self) -> ChannelMove | None:
+        """The newest move that was read. None before the first. Asks the store for nothing."""
+        return None if self._seen is None else self._seen[0]
+
+    def newest(self) -> ChannelMove:
+        """Return the newest move. Raises `NoChannel` if the channel does not exist.
+
+        Every move from the newest that was seen before is read, and must name the hash of the one before (`ChainBroken`). At the first
+        call only the newest two are read.
+        """
+        start = -1 if self._seen is None else self._seen[0].move
+        number = newest_filled(start, lambda move: move <= MAX_EPOCH and self._raw(move) is not None)
+        if number < 0:
+            raise NoChannel(f"the chain at {self.log.store.url} has no channel {self.name!r}.")
+        if number != start:
+            self._seen = self._checked(number)
+        assert self._seen is not None
+        return self._seen[0]
+
+    def has_news(self) -> bool:
+        """Return whether the channel was moved since `newest` was last called. This takes one request."""
+        return self._seen is None or (self._seen[0].move < MAX_EPOCH and self._raw(self._seen[0].move + 1) is not None)
+
+    def history(self) -> Iterator[ChannelMove]:
+        """Yield all moves, newest first. Each must have the hash that the move after it names (`ChainBroken`)."""
+        move = self.newest()
+        while True:
+            yield move
+            if move.move == 0:
+                return
+            move = self._before(move)[0]
+
+    def targets(self) -> Iterator[ChannelMove]:
+        """Yield the moves that a rollback would go back to, the newest first, after the move that the channel stands at.
+
+        A rollback leads to where the channel stood before the move that promoted its present target. So two rollbacks in a row lead
+        further back, and not forth and back.
+        """
+        standing = self._promotion(self.newest())
+        while True:
+            yield standing
+            target = standing.target
+            while standing.target == target:
+                if standing.move == 0:
+                    return
+                standing = self._promotion(self._before(standing)[0])
+
+    def _promotion(self, move: ChannelMove) -> ChannelMove:
+        """Return the move that brought the channel to where a move leaves it: for a rollback, the newest earlier promotion of its target.
+
+        A rollback to a version that was never promoted is such a move itself.
+        """
+        while move.kind == "share":
+            move = self._before(move)[0]
+        earlier = move
+        while move.kind == "rollback" and earlier.move > 0:
+            earlier = self._before(earlier)[0]
+            if earlier.kind == "promote" and earlier.target == move.target:
+                return earlier
+        return move
+
+    def _checked(self, number: int) -> tuple[ChannelMove, str]:
+        """Read a move, and check that it leads down to the newest that was seen before. Without one, to the move before it."""
+        newest = found = self._read(number)
+        down_to = max(number - 1, 0) if self._seen is None else self._seen[0].move
+        while found[0].move > down_to:
+            found = self._before(found[0])
+        if self._seen is not None and found[1] != self._seen[1]:
+            raise ChainBroken(f"move {down_to} of the channel {self.name} in {self.log.store.url} is not the one that was seen before.")
+        return newest
+
+    def _before(self, move: ChannelMove) -> tuple[ChannelMove, str]:
+        found = self._read(move.move - 1)
+        if found[1] != move.before:
+            raise ChainBroken(f"{move.describe()} in {self.log.store.url} does not follow move {move.move - 1}: its hash is another.")
+        return found
+
+    def _read(self, number: int) -> tuple[ChannelMove, str]:
+        key = keys.channel_key(self.name, number)
+        data = self._raw(number)
+        if data is None:
+            raise DataMissing(f"{key} is not in {self.log.store.url}, although a later move is.")
+        move = ChannelMove.parse(data)
+        check_same_run(move.id, self.log.run, key)
+        if (move.channel, move.move) != (self.name, number):
+            raise CorruptRecord(f"{key} in {self.log.store.url} holds {move.describe()}.")
+        check_signature(move, self.log.trusted_keys)
+        return move, record_hash(data)
+
+    def _raw(self, number: int) -> bytes | None:
+        return self.log.object(keys.channel_key(self.name, number))
+
+
+def target_of(log: ChainLog, move: ChannelMove, head: Commit) -> Commit:
+    """Return the commit that a move names.
+
+    Raises `DataMissing`, which is retryable, if the chain does not have it yet, and `ChainBroken` if the chain has another one.
+
+    Parameters
+    ----------
+    log
+        The chain.
+    move
+        The move.
+    head
+        The newest commit of the chain.
+    """
+    if move.target.seq > head.seq:
+        raise DataMissing(f"{move.describe()} names commit {move.target.seq}, but the newest in {log.store.url} is {head.seq}.")
+    commit = log.ancestor(head, move.target.seq)
+    if commit.kind == "fence" or log.ref(commit) != move.target or log.is_void(commit):
+        raise ChainBroken(f"{move.describe()} in {log.store.url} does not name a version of this chain.")
+    return commit
+
+
+def move_fields(move: ChannelMove) -> dict[str, Value]:
+    """Return the fields of the event `channel-moved`, except the number of the version.
+
+    Parameters
+    ----------
+    move
+        The move.
+    """
+    return {
+        "channel": move.channel,
+        "move": move.move,
+        "kind": move.kind,
+        "seq": move.target.seq,
+        "share": move.share,
+        "why": move.why,
+    }
+
+
+def channel_names(log: ChainLog) -> list[str]:
+    """Return the names of all channels, in order. Lists all moves, a thousand in one request.
+
+    Parameters
+    ----------
+    log
+        The chain.
+    """
+    found = (keys.parse_channel_key(info.key) for info in log.store.list(keys.CHANNELS))
+    return sorted({each[0] for each in found if each is not None})
+
+
+def channel_of(user: str, moves: Iterable[ChannelMove]) -> str | None:
+    """Return the name of the channel that a user belongs to, or None for the channel that everybody else gets.
+
+    A user stays in a channel while its share grows. If several channels have a share, they are asked in the given order.
+
+    Parameters
+    ----------
+    user
+        Identifies the user. The same text always gives the same answer.
+    moves
+        The newest moves of the channels. Those without a share are ignored.
+    """
+    for move in moves:
+        if move.share is not None:
+            place = blake3(f"{move.id}/{move.channel}/{user}".encode()).digest()[:8]  # neither id nor name holds a slash
+            if int.from_bytes(place, "little") % MILLION < move.share:
+                return move.channel
+    return None
