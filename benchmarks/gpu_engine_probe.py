@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 _WATCHED = {
-    "live.live_weights:LiveWeights": ("learn", "digest", "stage", "swap", "_write", "_check", "_check_ready", "_run_rules"),
+    "live.live_weights:LiveWeights": ("learn", "digest", "stage", "swap", "write", "write_back", "check", "check_ready"),
+    "live.module_rules:ModuleRules": ("process", "run"),
     "live.live_updates:LiveUpdates": ("learn", "adopt", "status"),
     "live.layout_update:LayoutUpdate": ("add", "complete", "apply", "revert", "_add_direct", "_add_mixed", "_resolve_waiting"),
     "backend:DeltaWireBackend": ("swap", "status"),

@@ -106,7 +106,7 @@ def test_an_update_does_not_look_at_each_direct_tensor_again(monkeypatch: pytest
     staged = worker.weights.stage(worker.step(), worker.read)
     assert len([name for name in looked if name.startswith("a")]) < 50  # some for each file, and all of a file with other tensors
     looked.clear()
-    monkeypatch.setattr(worker.weights, "_rules", None)  # found out while it was staged
+    monkeypatch.setattr(worker.weights._rules, "of", None)  # found out while it was staged
     assert worker.weights.swap(staged, alone).outcome == "made"
     assert len([name for name in looked if name.startswith("a")]) <= 1
     assert worker.held() == worker.expected()
@@ -609,7 +609,7 @@ def test_an_error_between_the_steps_of_a_swap_quarantines(error: type[BaseExcept
     def fail_at_once(*_: object, **__: object) -> None:
         raise error("injected")
 
-    monkeypatch.setattr("deltawire.engines.vllm.live.live_weights._ask", fail_at_once)
+    monkeypatch.setattr("deltawire.engines.vllm.live.swap_transaction._ask", fail_at_once)
     if error is RuntimeError:
         found = worker.weights.swap(staged, alone)
         assert found.outcome == "quarantined"

@@ -6,14 +6,11 @@ checks it. If any of them fails, all write the old values back. A worker whose w
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
-
-import torch
 
 from ....errors import BaseMismatch, ChainBroken, EngineQuarantined, EngineRefused, ResultMismatch
 from ....format import delta_file
@@ -24,13 +21,14 @@ from ....format.records.version_records import Commit
 from ....subscribe.tensor_table import TensorSpec, TensorTable
 from ....tensors.gpu_handover import on_side_stream, synchronize_streams
 from ....tensors.state import state_digest
-from ..layout.types import ModuleRule, Scatter
 from .direct_tensors import DirectTensors
-from .interfaces import BaseSource, Layout, ModuleLoad, base_of, some_memory
+from .interfaces import BaseSource, Layout, base_of, some_memory
 from .layout_update import MOST_FILES, PACED_FILES, LayoutUpdate
+from .module_rules import Load, ModuleRules, Recompute, Reprocess
 from .ownership import Blocks, Decoders, Owned, find_owned
 from .staging_pace import StagingPace
-from .update_types import Agree, Claim, Digests, LiveVersion, Outcome, StagedUpdate, SwapOutcome
+from .swap_transaction import make_swap, noting, timed
+from .update_types import Agree, Digests, LiveVersion, Outcome, StagedUpdate, SwapOutcome
 
 logger = logging.getLogger("vllm.deltawire")
 
@@ -71,11 +69,9 @@ class LiveWeights:
     recompute
         Computes tensors of modules that depend on changed weights, in place. None if no module can be recomputed.
     reprocess
-        Processes a module again that is computed from changed weights, without any effect on it. Gets the module's rule, a function that
-        returns a new tensor of the chain, and one that returns a tensor of the live version. Returns what changes in the module's memory.
-        None if no module can be processed again.
+        Processes a module again that is computed from changed weights (`module_rules.Reprocess`). None if no module can be processed again.
     load
-        Prepares to load a module anew within a swap. Gets the same arguments. None if no module can be loaded anew.
+        Prepares to load a module anew within a swap (`module_rules.Load`). None if no module can be loaded anew.
     confirm
         What is checked within a swap.
     threads
@@ -90,9 +86,9 @@ class LiveWeights:
         learn_layout: Callable[[TensorTable], Layout],
         *,
         source: BaseSource | None = None,
-        recompute: Callable[[Sequence[ModuleRule]], None] | None = None,
-        reprocess: Callable[[ModuleRule, Callable[[str], torch.Tensor], Callable[[str], torch.Tensor]], Sequence[Scatter]] | None = None,
-        load: Callable[[ModuleRule, Callable[[str], torch.Tensor], Callable[[str], torch.Tensor]], ModuleLoad] | None = None,
+        recompute: Recompute | None = None,
+        reprocess: Reprocess | None = None,
+        load: Load | None = None,
         confirm: Confirm = "auto",
         threads: int | None = None,
         pace: StagingPace | None = None,
@@ -100,9 +96,7 @@ class LiveWeights:
         self._model = model
         self._learn_layout = learn_layout
         self._source = source
-        self._recompute = recompute
-        self._reprocess = reprocess
-        self._load = load
+        self._rules = ModuleRules(recompute, reprocess, load)
         self._confirm = confirm
         self._threads = threads
         self._pace = pace or StagingPace(1, None)
@@ -267,11 +261,11 @@ class LiveWeights:
             raise BaseMismatch(f"{hop.target.describe()} is relative to {hop.base.describe()}, which is not the version of the weights.")
         self._check_valid()
         update, difference = self._decode(version, hop, read, peek or read)
-        while failed := self._process_again(update):
+        while failed := self._rules.process(self.layout, update, self._direct_tensors.state):
             for name, error in failed.items():
                 self.layout.load_anew(name, f"it cannot be processed while the server runs: {error}")
             update, difference = self._decode(version, hop, read, peek or read)  # again, because other changes must be known now
-        update.recomputes = [rule for rule in self._rules(update) if rule.how == "recompute"]
+        update.recomputes = [rule for rule in self._rules.of(self.layout, update) if rule.how == "recompute"]
         target = LiveVersion(hop.target.ref(record_hash(hop.target.to_bytes())), version.digest + difference)
         return StagedUpdate(hop, update if hop.files else None, version.digest, target, update.nbytes, update.unchecked)
 
@@ -328,8 +322,8 @@ class LiveWeights:
         errors: list[str] = []
         outcome: Outcome = "quarantined"
         try:
-            with _noting(errors):
-                outcome = self._swap(staged, agree, errors, times)
+            with noting(errors):
+                outcome = make_swap(self, staged, agree, errors, times)
         except BaseException:  # such as an interrupt in the middle of a write
             self.quarantine()
             raise
@@ -354,40 +348,8 @@ class LiveWeights:
             raise EngineQuarantined(f"the weights in memory have digest {found}, not {self._direct_digest}.")
         self.is_unconfirmed = False
 
-    def _swap(self, staged: StagedUpdate, agree: Agree, errors: list[str], times: dict[str, float]) -> Outcome:
-        """Make the transaction. Adds what failed in this worker to `errors`."""
-        with _timed(times, "agree_ms"), _noting(errors):
-            self._check_ready(staged)
-        with _timed(times, "agree_ms"):
-            failed = _ask(agree, staged.claim, errors)
-        if failed:
-            return "refused"
-        update, attempts = staged.update, len(errors)
-        if update is not None:
-            times["modules_loaded_anew"] = update.loaded
-            with _noting(errors):
-                self._write(update, times)
-                with _timed(times, "confirm_ms"):
-                    self._check(update, new=True)
-        with _timed(times, "agree_ms"):
-            failed = _ask(agree, None, errors, since=attempts)
-        if not failed:
-            with _timed(times, "note_ms"), _noting(errors):
-                self._note_made(staged)
-                return "made"
-            return "quarantined"
-        if update is None:
-            return "refused"
-        attempts = len(errors)
-        with _noting(errors):
-            update.revert()
-            self._run_rules(update)
-            self._finish_writes()
-            self._check(update, new=False)
-        failed = _ask(agree, None, errors, since=attempts)
-        return "quarantined" if failed else "refused"
-
-    def _check_ready(self, staged: StagedUpdate) -> None:
+    def check_ready(self, staged: StagedUpdate) -> None:
+        """Raise an error unless the weights are those that the update was made for, and can take it."""
         if self.is_quarantined or self.version is None or self.version.digest != staged.hop.base.digest:
             raise EngineRefused(f"the weights are not those of {staged.hop.base.describe()}, which the update was made for.")
         if self.is_unconfirmed:
@@ -404,70 +366,24 @@ class LiveWeights:
         assert self.layout is not None
         synchronize_streams(some_memory(self.layout.tensors))
 
-    def _write(self, update: LayoutUpdate, times: dict[str, float]) -> None:
+    def write(self, update: LayoutUpdate, times: dict[str, float]) -> None:
         """Write the new values. Other workers may read this memory as soon as all have agreed, so the GPU has written when this returns."""
-        with _timed(times, "write_ms"):
+        with timed(times, "write_ms"):
             update.apply(digest=self._confirm == "auto" and self._is_quick)
             self._check_valid()  # while a GPU writes; the layout keeps the memory that it writes to, also if the model uses it no more
             self._finish_writes()
-        with _timed(times, "recompute_ms"):
-            self._run_rules(update)
+        with timed(times, "recompute_ms"):
+            self._rules.run(update)
             if update.recomputes:
                 self._finish_writes()
 
-    def _rules(self, update: LayoutUpdate) -> list[ModuleRule]:
-        """Return the rules of modules that depend on changed tensors. Raises `EngineRefused` if the whole model must be loaded anew."""
-        assert self.layout is not None
-        for name in sorted(update.touched):
-            if self._is_lost(self.layout, name):
-                raise EngineRefused(f"all weights must be loaded anew, because of tensor {name!r}: {self.layout.tensors[name].reason}")
-        names = {module for name in update.touched for module in self.layout.tensors[name].modules}
-        rules = [self.layout.modules[name] for name in sorted(names)]
-        for rule in rules:
-            if not self._can_follow(rule):
-                raise EngineRefused(f"all weights must be loaded anew, because of module {rule.name!r}: {rule.reason}")
-        return rules
+    def write_back(self, update: LayoutUpdate) -> None:
+        """Write the old values."""
+        update.revert()
+        self._rules.run(update)
+        self._finish_writes()
 
-    def _can_follow(self, rule: ModuleRule) -> bool:
-        """Return whether a module can be brought up to date by itself."""
-        ways = {"recompute": self._recompute, "reprocess": self._reprocess, "load_anew": self._load}
-        return ways.get(rule.how) is not None
-
-    def _is_lost(self, layout: Layout, name: str) -> bool:
-        """Return whether a change of a tensor needs all weights to be loaded anew, because no module can take it by itself."""
-        tensor = layout.tensors[name]
-        if tensor.kind != "module":
-            return False
-        return not tensor.modules or not all(self._can_follow(layout.modules[module]) for module in tensor.modules)
-
-    def _process_again(self, update: LayoutUpdate) -> dict[str, str]:
-        """Process modules again that are computed from changed tensors, and add what changes in their memory to the update.
-
-        Modules that are loaded anew are added too. Returns the modules whose processing failed, with the error.
-        """
-        failed: dict[str, str] = {}
-        rules = self._rules(update)
-        with on_side_stream(self._direct_tensors.state) as wait:
-            for rule in rules:
-                if rule.how == "load_anew" and self._load is not None:
-                    update.add_load(rule.name, self._load(rule, update.new_tensor, update.old_tensor))
-                elif rule.how == "reprocess" and self._reprocess is not None:
-                    try:
-                        update.add_scatters(self._reprocess(rule, update.new_tensor, update.old_tensor))
-                    except Exception as error:
-                        if self._load is None:
-                            raise
-                        logger.exception("deltawire: module %s cannot be processed while the server runs", rule.name)
-                        failed[rule.name] = f"{type(error).__name__}: {error}"
-            wait()
-        update.forget_inputs()
-        return failed
-
-    def _run_rules(self, update: LayoutUpdate) -> None:
-        if update.recomputes and self._recompute is not None:
-            self._recompute(update.recomputes)
-
-    def _check(self, update: LayoutUpdate, *, new: bool) -> None:
+    def check(self, update: LayoutUpdate, *, new: bool) -> None:
         """Raise `ResultMismatch` unless the weights are the new ones, or else exactly the old ones."""
         update.check(new=new)
         if not new or self._confirm == "everything" or (self._confirm == "auto" and self._is_quick):
@@ -482,7 +398,8 @@ class LiveWeights:
             if found != (self._mapped_digest + update.mapped_change if new else self._mapped_digest):
                 raise ResultMismatch("tensors that are not in checkpoint layout have wrong values in memory.")
 
-    def _note_made(self, staged: StagedUpdate) -> None:
+    def note_made(self, staged: StagedUpdate) -> None:
+        """Note that an update is written and confirmed."""
         self.version, update = staged.target, staged.update
         if update is not None:
             self._direct_digest += update.direct_change
@@ -498,7 +415,7 @@ class LiveWeights:
         """Let the source get hold of the tensors that cannot be read from memory. Returns why that is impossible, or None."""
         kinds = ("module", "partial", "absent")
         wanted = {name: each.spec for name, each in layout.tensors.items() if each.kind in kinds and 0 not in each.spec.shape}
-        lost = sum(_nbytes(each.spec) for name, each in layout.tensors.items() if self._is_lost(layout, name))
+        lost = sum(_nbytes(each.spec) for name, each in layout.tensors.items() if self._rules.is_lost(layout, name))
         reason = None
         if lost * 100 > sum(_nbytes(each.spec) for each in layout.tensors.values()):
             reason = f"they are {lost:,} bytes"  # nearly every update would change one of them, and be refused
@@ -536,35 +453,3 @@ class LiveWeights:
 
 def _nbytes(spec: TensorSpec) -> int:
     return math.prod(spec.shape, start=spec.dtype.itemsize)
-
-
-@contextlib.contextmanager
-def _noting(errors: list[str]) -> Iterator[None]:
-    """Turn an exception into a note."""
-    try:
-        yield
-    except Exception as error:
-        logger.exception("deltawire: an update failed")
-        errors.append(f"{type(error).__name__}: {error}")
-
-
-@contextlib.contextmanager
-def _timed(times: dict[str, float], name: str) -> Iterator[None]:
-    began = time.perf_counter()
-    try:
-        yield
-    finally:
-        times[name] = times.get(name, 0.0) + (time.perf_counter() - began) * 1e3
-
-
-def _ask(agree: Agree, claim: Claim | None, errors: list[str], *, since: int = 0) -> bool:
-    """Tell all workers whether this one noted an error. Returns whether any worker failed, or could not be asked."""
-    try:
-        failed = agree(len(errors) > since, claim if len(errors) == since else None)
-    except Exception as error:
-        logger.exception("deltawire: the workers could not agree")
-        errors.append(f"{type(error).__name__}: {error}")
-        return True
-    if failed and len(errors) == since:
-        errors.append(f"workers {list(failed)} failed")
-    return bool(failed)
