@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import signal
-import socket
 import stat
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +16,24 @@ import pytest
 from announced_files import look_and_arrive
 from blake3 import blake3
 from host_reader import LoggedStore, ReaderProcess, reads, state_hash
+from shared_host import Host, bytes_read
 from spooled_chain import directory_chain
 from support import bits_of
 from toy_chain import ToyChain, first_state, next_state
 
 from deltawire.chain import fetch
-from deltawire.chain.fetch import Fetcher
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.errors import DataMissing
 from deltawire.events import Event
 from deltawire.format.records.record_parts import FileEntry
 from deltawire.store.local import LocalStore
-from deltawire.store.memory import MemoryStore
-from deltawire.store.wrapped import WrappedStore
 from deltawire.subscribe import cache_folder, host_cache, private_folder
-from deltawire.subscribe.cache_folder import CacheFolder
-from deltawire.subscribe.host_cache import HostCache
 from deltawire.subscribe.mirror.locks import FileLock
 from deltawire.subscribe.subscriber import Subscriber
-
-ROOMY = 1 << 30
 
 
 def data_sizes(chain: ToyChain, *, after: int = -1) -> dict[str, int]:
     """Return the size of each data object of the commits above `after`."""
     return {entry.key: entry.size for commit in chain.commits if commit.seq > after for entry in commit.files}
-
-
-def bytes_read(log: Path) -> dict[str, int]:
-    """Return how many bytes of each data object were read from the store, by all processes together."""
-    found: dict[str, int] = {}
-    for _, key, _, size in reads(log):
-        found[key] = found.get(key, 0) + size
-    return found
 
 
 def test_many_processes_fetch_each_object_once_and_have_the_same_bits(tmp_path: Path) -> None:
@@ -190,42 +171,6 @@ def test_a_process_that_is_killed_at_any_step_leaves_a_cache_that_the_next_one_u
     assert at > 20
 
 
-@pytest.fixture
-def chain(tmp_path: Path) -> ToyChain:
-    return directory_chain(tmp_path / "store")
-
-
-class Host:
-    """Readers of a chain in this process that share a cache, and what they did."""
-
-    def __init__(self, tmp_path: Path, chain: ToyChain, number: int = 0) -> None:
-        self.chain = chain
-        self.folder = tmp_path / f"cache-{number}"
-        self.events: list[Event] = []
-        self._store = tmp_path / "store"
-        self._logs = (tmp_path / f"log-{number}-{count}-of-{os.getpid()}" for count in range(100))
-
-    def sync(self) -> int:
-        """Let a new reader reach the newest version. Return how many bytes of data it has read from the store."""
-        log = next(self._logs)
-        options = ReaderOptions(pin=False, host_cache=self.folder)
-        with Subscriber(LoggedStore(self._store, log), options=options, on_event=self.events.append) as reader:
-            reader.sync()
-            assert bits_of(dict(reader.state)) == bits_of(self.chain.state)
-        return sum(bytes_read(log).values())
-
-    def files(self) -> list[Path]:
-        return sorted(path for path in self.folder.iterdir())
-
-    def reasons(self) -> list[object]:
-        return [event.fields["reason"] for event in self.events if event.name == "not-shared"]
-
-
-@pytest.fixture
-def host(tmp_path: Path, chain: ToyChain) -> Host:
-    return Host(tmp_path, chain)
-
-
 def test_the_second_reader_reads_nothing_from_the_store(host: Host) -> None:
     first = host.sync()
     assert first > 0
@@ -235,9 +180,8 @@ def test_the_second_reader_reads_nothing_from_the_store(host: Host) -> None:
     assert stat.S_IMODE(host.folder.stat().st_mode) == 0o700
 
 
-def test_announced_files_are_fetched_once_per_host_and_count_as_shared_in_the_next_sync(
-    chain: ToyChain, host: Host, tmp_path: Path
-) -> None:
+def test_announced_files_are_fetched_once_per_host_and_count_as_shared_in_the_next_sync(host: Host, tmp_path: Path) -> None:
+    chain = host.chain
     options = ReaderOptions(pin=False, host_cache=host.folder)
     log = tmp_path / "log"
     events: tuple[list[Event], list[Event]] = ([], [])
@@ -264,292 +208,9 @@ def test_announced_files_are_fetched_once_per_host_and_count_as_shared_in_the_ne
     assert [each["shared_bytes"] for each in synced] == [0, size]
 
 
-def flip_a_bit(path: Path, precious: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def cut_short(path: Path, precious: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def make_longer(path: Path, precious: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b"x")
-
-
-def replace_by_link(path: Path, precious: Path) -> None:
-    path.unlink()
-    path.symlink_to(precious)
-
-
-def replace_by_second_name(path: Path, precious: Path) -> None:
-    path.unlink()
-    path.hardlink_to(precious)
-
-
-def replace_by_pipe(path: Path, precious: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def replace_by_socket(path: Path, precious: Path) -> None:
-    path.unlink()
-    with socket.socket(socket.AF_UNIX) as bound:
-        folder = os.getcwd()
-        os.chdir(path.parent)  # the whole path would be too long
-        try:
-            bound.bind(path.name)
-        finally:
-            os.chdir(folder)
-
-
-def give_away(path: Path, precious: Path) -> None:
-    if os.getuid() == 0:
-        os.chown(path, 65534, -1)
-    else:  # only root can give files away
-        path.unlink()
-
-
-DAMAGES = [give_away, flip_a_bit, cut_short, make_longer, replace_by_link, replace_by_second_name, replace_by_pipe, replace_by_socket]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_with_wrong_content_costs_one_fetch_and_nothing_else(
-    host: Host, tmp_path: Path, damage: Callable[[Path, Path], None]
-) -> None:
-    precious = tmp_path / "precious"
-    precious.write_bytes(b"not of the cache")
-    everything = host.sync()
-    for path in host.files():
-        damage(path, precious)
-    assert host.sync() == everything
-    assert host.sync() == 0
-    assert precious.read_bytes() == b"not of the cache"
-    assert not host.reasons()
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_an_unfinished_file_that_holds_something_else_is_never_used(
-    host: Host, tmp_path: Path, damage: Callable[[Path, Path], None]
-) -> None:
-    precious = tmp_path / "precious"
-    precious.write_bytes(b"not of the cache")
-    everything = host.sync()
-    for path in host.files():
-        damage(path, precious)
-        path.rename(f"{path}.part0")
-    assert host.sync() <= 2 * everything  # the end of a file of almost the right size is fetched before it proves to be wrong
-    assert host.sync() == 0
-    assert precious.read_bytes() == b"not of the cache"
-    assert not host.reasons()
-
-
-def test_a_directory_with_the_name_of_a_file_only_keeps_this_file_from_being_shared(host: Host) -> None:
-    everything = host.sync()
-    path = host.files()[0]
-    size = path.stat().st_size
-    path.unlink()
-    path.mkdir()
-    assert host.sync() == size
-    assert host.sync() == size
-    assert len(host.reasons()) == 2
-    assert everything > size
-
-
-def test_a_directory_that_other_users_can_write_to_is_not_used(host: Host) -> None:
-    host.folder.mkdir()
-    host.folder.chmod(0o770)
-    everything = host.sync()
-    assert everything == host.sync()
-    assert host.files() == []
-    assert len(host.reasons()) == 2
-    assert all("only this user can write to" in str(reason) for reason in host.reasons())
-
-
-def test_the_directory_of_another_user_is_not_used(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = host.sync()
-    user = os.getuid() + 1
-    if os.getuid() == 0:
-        os.chown(host.folder, user, -1)
-    else:
-        monkeypatch.setattr(os, "getuid", lambda: user)
-    assert host.sync() == everything
-    assert len(host.reasons()) == 1
-
-
-def test_a_link_to_a_directory_is_not_used(host: Host, tmp_path: Path) -> None:
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    host.folder.symlink_to(tmp_path / "elsewhere")
-    assert host.sync() == host.sync() > 0
-    assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_a_disk_that_is_full_stops_no_reader(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = os.write
-    full: list[int] = []
-
-    def fail(descriptor: int, data: bytes) -> int:
-        if stat.S_ISREG(os.fstat(descriptor).st_mode) and os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(host.folder)):
-            full.append(descriptor)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fetch.os, "write", fail)
-        host.sync()
-    assert full
-    assert host.files() == []
-    assert any("No space left" in str(reason) for reason in host.reasons())
-    assert host.sync() > 0
-    assert host.sync() == 0
-
-
-def entry_of(host: Host) -> FileEntry:
-    return host.chain.commits[1].files[0]
-
-
-def cache_of(folder: Path, most_bytes: int, host: Host) -> HostCache:
-    return HostCache([CacheFolder(folder, most_bytes, most_bytes)], on_event=host.events.append)
-
-
-def put(cache: HostCache, chain: ToyChain, entry: FileEntry) -> bytes:
-    return bytes(Fetcher(chain.store, shared=cache).fetch(entry))
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
-
-
-def named(*entries: FileEntry) -> set[str]:
-    return {f"{entry.blake3}-{entry.size}" for entry in entries}
-
-
-def test_files_that_were_not_used_for_longest_make_room(host: Host, tmp_path: Path) -> None:
-    first, second, third = (host.chain.upload(bytes([number]) * 1000, "file", raw=0) for number in range(3))
-    cache = cache_of(tmp_path / "small", 2500, host)
-    put(cache, host.chain, first)
-    put(cache, host.chain, second)
-    for age, entry in ((20, second), (10, first)):
-        for name in named(entry):
-            os.utime(tmp_path / "small" / name, times=(0, time.time() - age))
-    put(cache, host.chain, third)
-    assert names(tmp_path / "small") == named(first, third)
-    large = host.chain.upload(b"x" * 2501, "file", raw=0)
-    assert put(cache, host.chain, large) == b"x" * 2501
-    assert names(tmp_path / "small") == named(first, third)
-    assert host.reasons() == ["it is too large for the host cache."]
-
-
-def test_files_that_nobody_uses_any_more_are_deleted(host: Host, tmp_path: Path) -> None:
-    first, second, third = (host.chain.upload(bytes([number]) * 1000, "file", raw=0) for number in range(3))
-    cache = cache_of(tmp_path / "cache", ROOMY, host)
-    put(cache, host.chain, first)
-    put(cache, host.chain, second)
-    for name in named(first):
-        left = tmp_path / "cache" / f"{name}.part0"
-        left.write_bytes(b"of a killed process")
-        for path in (tmp_path / "cache" / name, left):
-            os.utime(path, times=(0, time.time() - cache_folder.IDLE_SECONDS - 1))
-    put(cache, host.chain, third)
-    assert names(tmp_path / "cache") == named(second, third)
-
-
-def test_a_file_that_is_being_fetched_counts_with_its_full_size_and_stays(host: Host, tmp_path: Path) -> None:
-    first, second = (host.chain.upload(bytes([number]) * 1000, "file", raw=0) for number in range(2))
-    folder = tmp_path / "cache"
-    cache = cache_of(folder, 1500, host)
-    folder.mkdir(mode=0o700)
-    part = folder / f"{next(iter(named(first)))}.part0"
-    lock = FileLock.try_exclusive(part)
-    assert lock is not None
-    os.utime(part, times=(0, 0))
-    with lock:
-        assert put(cache, host.chain, second) == bytes([1]) * 1000
-        assert names(folder) == {part.name}
-        assert len(host.reasons()) == 1
-    put(cache, host.chain, second)
-    assert names(folder) == named(second)
-
-
-def test_a_reader_of_a_file_that_is_deleted_meanwhile_reads_on(host: Host, tmp_path: Path) -> None:
-    first, second = (host.chain.upload(bytes([number]) * 1000, "file", raw=0) for number in range(2))
-    cache = cache_of(tmp_path / "cache", 1500, host)
-    put(cache, host.chain, first)
-    buffer = bytearray(1000)
-    with cache.opened(first, lambda *_: pytest.fail("it is there"), None, lambda: False) as file:
-        assert file is not None
-        file.read(memoryview(buffer)[:500], 0)
-        put(cache, host.chain, second)
-        assert names(tmp_path / "cache") == named(second)
-        file.read(memoryview(buffer)[500:], 500)
-    assert buffer == bytes(1000)
-
-
-def test_a_process_that_waits_for_a_file_gets_it_even_if_it_is_deleted_at_once(host: Host, tmp_path: Path) -> None:
-    """A cache with room for one file is enough for a large checkpoint, because those that wait have its file open."""
-    first, second = (host.chain.upload(bytes([number]) * 1000, "file", raw=0) for number in range(2))
-    folder = tmp_path / "cache"
-    leading, waiting, go_on, look_again = (threading.Event() for _ in range(4))
-
-    class HeldStore(WrappedStore):
-        def read_into(self, key: str, buffer: memoryview, **more: Any) -> None:
-            leading.set()
-            assert go_on.wait(60)
-            super().read_into(key, buffer, **more)
-
-    def wait(_: float) -> None:
-        waiting.set()
-        assert look_again.wait(60)
-
-    with ThreadPoolExecutor(2) as threads:
-        leader = threads.submit(Fetcher(HeldStore(host.chain.store), shared=cache_of(folder, 1500, host)).fetch, first)
-        assert leading.wait(60)
-        other = HostCache([CacheFolder(folder, 1500, 1500)], patience=600, sleep=wait)
-        nothing = MemoryStore()
-        follower = threads.submit(Fetcher(nothing, shared=other, patience=0).fetch, first)
-        assert waiting.wait(60)
-        go_on.set()
-        leader.result()
-        put(cache_of(folder, 1500, host), host.chain, second)
-        assert names(folder) == named(second)
-        look_again.set()
-        assert bytes(follower.result()) == bytes(1000)
-    assert other.take_count() == 1000
-    assert not host.reasons()
-
-
-def test_a_file_too_large_for_memory_goes_to_disk_and_one_that_fits_nowhere_is_not_shared(host: Host, tmp_path: Path) -> None:
-    memory, disk = CacheFolder(tmp_path / "memory", 1000, 500), CacheFolder(tmp_path / "disk", 1000, 1000)
-    cache = HostCache([memory, disk], on_event=host.events.append)
-    small, large, larger = (host.chain.upload(bytes([size % 251]) * size, "file", raw=0) for size in (400, 800, 1001))
-    for entry in (small, large, larger):
-        assert put(cache, host.chain, entry) == bytes([entry.size % 251]) * entry.size
-    assert names(memory.path) == named(small)
-    assert names(disk.path) == named(large)
-
-
-def test_a_reader_that_is_closed_waits_no_longer(host: Host, tmp_path: Path) -> None:
-    entry = entry_of(host)
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o700)
-    lock = FileLock.try_exclusive(folder / f"{next(iter(named(entry)))}.part0")
-    assert lock is not None
-    with lock, pytest.raises(DataMissing, match="no longer wanted"):
-        Fetcher(host.chain.store, shared=cache_of(folder, ROOMY, host), is_stopped=lambda: True).fetch(entry)
-
-
-def test_a_missing_object_is_waited_for_without_the_lock(host: Host, tmp_path: Path) -> None:
-    entry = entry_of(host)
-    host.chain.lose(entry)
-    with pytest.raises(DataMissing):
-        Fetcher(host.chain.store, shared=cache_of(tmp_path / "cache", ROOMY, host), patience=0).fetch(entry)
-    assert names(tmp_path / "cache") == set()
-
-
-def test_the_usual_directories_vanish_with_the_last_process_that_uses_them(tmp_path: Path, chain: ToyChain) -> None:
+def test_the_usual_directories_vanish_with_the_last_process_that_uses_them(tmp_path: Path) -> None:
     """One process ends and another one is killed. The third one finds what they left, and deletes it when it ends."""
+    directory_chain(tmp_path / "store")
     environment = {"TMPDIR": str(tmp_path)}
     usual = tmp_path / f"deltawire-{os.getuid()}" / "host-cache"
     log = tmp_path / "log"
