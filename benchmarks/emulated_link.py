@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from deltawire.errors import ObjectMissing
 from deltawire.store import Store
-from deltawire.store.base import Buffer, ObjectInfo, Progress, as_pieces
+from deltawire.store.base import Buffer, as_pieces
+from deltawire.store.wrapped import StoreCall, WrappedStore
 
 
-class EmulatedLink(Store):
+class EmulatedLink(WrappedStore):
     """A store behind an emulated link. Requests wait for the latency in parallel, and transfer their bytes one after the other.
 
     Parameters
@@ -28,8 +30,7 @@ class EmulatedLink(Store):
     """
 
     def __init__(self, inner: Store, *, latency: float, bandwidth: float, streams: int = 4) -> None:
-        self.inner = inner
-        self.url = inner.url
+        super().__init__(inner)
         self._latency = latency
         self._bandwidth = bandwidth
         self._streams = streams
@@ -38,6 +39,10 @@ class EmulatedLink(Store):
     @property
     def streams(self) -> int:
         return self._streams
+
+    @property
+    def can_wait(self) -> bool:
+        return False
 
     def get(self, key: str, *, limit: int) -> bytes:
         with self._waiting_for_misses():
@@ -51,41 +56,18 @@ class EmulatedLink(Store):
         self._wait(0 if found is None else len(found[0]))
         return found
 
-    def head(self, key: str) -> ObjectInfo:
-        self._wait(0)
-        return self.inner.head(key)
+    def wait_for_change(self, key: str, *, limit: int, tag: str | None, timeout: float) -> tuple[bytes, str] | None:
+        return self.get_if_changed(key, limit=limit, tag=tag)
 
-    def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Progress | None = None) -> None:
-        self._wait(buffer.nbytes)
-        self.inner.read_into(key, buffer, offset=offset, progress=progress)
-
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self._wait(len(data))
-        self.inner.put_if_absent(key, data)
-
-    def put(
-        self,
-        key: str,
-        data: Buffer | Iterable[Buffer],
-        *,
-        size: int | None = None,
-        progress: Progress | None = None,
-        durable: bool = True,
-    ) -> None:
+    def put(self, key: str, data: Buffer | Iterable[Buffer], **options: Any) -> None:
         whole = b"".join(as_pieces(data)[1])
         self._wait(len(whole))
-        self.inner.put(key, whole, size=size, progress=progress, durable=durable)
+        self.inner.put(key, whole, **options)
 
-    def list(self, prefix: str, *, after: str | None = None) -> Iterator[ObjectInfo]:
-        self._wait(0)
-        return self.inner.list(prefix, after=after)
-
-    def delete(self, keys: Iterable[str]) -> None:
-        self._wait(0)
-        self.inner.delete(keys)
-
-    def close(self) -> None:
-        self.inner.close()
+    def watch(self, call: StoreCall) -> AbstractContextManager[object]:
+        """Wait before a call. `get`, `get_if_changed` and `put` wait by themselves, when they know the size."""
+        self._wait(call.size or 0 if call.operation in ("read_into", "put_if_absent") else 0)
+        return nullcontext()
 
     @contextmanager
     def _waiting_for_misses(self) -> Iterator[None]:

@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
+from typing import Any
 
 from deltawire.store import Store
-from deltawire.store.base import Buffer, ObjectInfo, Progress
+from deltawire.store.base import Buffer, ObjectInfo
 from deltawire.store.wrapped import WrappedStore
 
 UPLOADS = 32
@@ -41,22 +42,14 @@ class TrainersStore(WrappedStore):
             list(pool.map(lambda file: self.inner.put(file[0], file[1], size=len(file[1])), files))
         self.inner.put_if_absent(key, commit)
 
-    def put(
-        self,
-        key: str,
-        data: Buffer | Iterable[Buffer],
-        *,
-        size: int | None = None,
-        progress: Progress | None = None,
-        durable: bool = True,
-    ) -> None:
+    def put(self, key: str, data: Buffer | Iterable[Buffer], *, size: int | None = None, **options: Any) -> None:
         is_whole = isinstance(data, (bytes, bytearray, memoryview))
         if not is_whole and (size or 0) >= self._checkpoint_bytes:
             return
         if self.holds and is_whole:
             self._files.append((key, bytes(data)))
             return
-        super().put(key, data, size=size, progress=progress, durable=durable)
+        super().put(key, data, size=size, **options)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         if self.holds:

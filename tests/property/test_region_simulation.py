@@ -7,13 +7,13 @@ Run more seeds with:
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from broken_rules import assert_found
 
 from deltawire.fleet.rules.roster import Roster
 from deltawire.fleet.rules.scheduler import Scheduler
@@ -87,13 +87,9 @@ def trust_any_relay(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_simulation_finds_every_broken_rule(
     break_it: Callable[[pytest.MonkeyPatch], None], violation: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`seed` is one that showed the fault before. It is tried first, and others only if it no longer shows the fault."""
     monkeypatch.setattr(scenario, "_PATIENCE", 1800.0)
     break_it(monkeypatch)
-    outcomes = (simulate(each, regions=True) for each in (seed, *range(300)))
-    found = next((one for one in outcomes if re.search(violation, one.violation or "")), None)
-    assert found is not None
-    assert simulate(found.seed, regions=True).violation == found.violation
+    assert_found(violation, seed, 300, regions=True)
 
 
 def test_a_failing_seed_with_regions_is_printed_with_its_option(

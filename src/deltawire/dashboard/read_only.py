@@ -65,15 +65,7 @@ class ReadOnlyStore(WrappedStore):
     def put_if_absent(self, key: str, data: bytes) -> None:
         raise _refusal(key)
 
-    def put(
-        self,
-        key: str,
-        data: Buffer | Iterable[Buffer],
-        *,
-        size: int | None = None,
-        progress: Progress | None = None,
-        durable: bool = True,
-    ) -> None:
+    def put(self, key: str, data: Buffer | Iterable[Buffer], **_: object) -> None:
         raise _refusal(key)
 
     def delete(self, keys: Iterable[str]) -> None:
