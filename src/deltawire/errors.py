@@ -57,7 +57,7 @@
     │   └── PublisherClosed         the publisher was closed
     ├── MirrorError                 a mirror directory cannot be used
     │   └── MirrorBusy              another process holds its lock and shows no progress
-    ├── SpoolError                  the directory that hands updates to an engine's workers cannot be used
+    ├── SpoolError                  a directory of files in transit, to an engine's workers or to a copy, cannot be used
     ├── EngineError                 a request to an engine failed
     │   ├── EngineUnavailable       it does not answer, pause or resume
     │   │   └── EngineAsleep        its weights are not in the memory of its device
@@ -477,7 +477,10 @@ class MirrorBusy(MirrorError):
 
 
 class SpoolError(DeltawireError):
-    """A spool, the directory that hands updates to the workers of an engine, cannot be used, or a file in it is missing or damaged."""
+    """A spool, a directory of files in transit, cannot be used, or a file in it is missing or damaged.
+
+    One hands updates to the workers of an engine. Another has the large objects that a relay copies.
+    """
 
     hint = "Check the directory's free space and permissions. Files that are missing there are fetched again."
 

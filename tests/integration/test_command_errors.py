@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
+from forked_python import ForkedPopen
 from support import run_python as run_fresh
-from test_cli import fail, run
+from test_cli import environment, fail, run
 
 
 @pytest.mark.parametrize("command", [["log"], ["show"], ["verify"], ["gc"], ["gc", "--dry-run"]])
@@ -61,6 +65,10 @@ def test_readers_of_a_location_without_a_chain_leave_nothing_behind(command: str
         ["sidecar", "--from", "a", "--engine", "http://127.0.0.1:1", "--name", "a/b"],
         ["sidecar", "--from", "a", "--engine", "http://127.0.0.1:1", "--ready", "8001", "--spool", "SPOOL"],
         ["member", "--from", "a", "--env", "m:f", "--engine", "vllm=http://"],
+        ["events", "--from", "a", "--metrics", "9464"],
+        ["plan", "--params", "8B", "--run", "name"],
+        ["plan", "--params", "8B", "--plot", "plan.png"],
+        ["dashboard", "--from", "a", "--name", "host:7700"],
     ],
 )
 def test_wrong_usage_exits_with_two(arguments: list[str], tmp_path: Path) -> None:
@@ -124,8 +132,41 @@ def test_a_file_where_a_directory_should_be_gives_a_one_line_error(chain: Path, 
     (tmp_path / "file").write_text("in the way")
     assert "Errno" not in fail("follow", chain, tmp_path / "file", "--once", kind="MirrorError")
     assert "Errno" not in fail("pull", chain, tmp_path / "file", kind="CheckpointError")
-    assert "Errno" not in fail("publish", checkpoints[0], tmp_path / "file", kind="StoreError")
+    assert "it is a file. Name a directory." in fail("publish", checkpoints[0], tmp_path / "file", kind="StoreError")
+    assert "it is a file. Name a directory." in fail("relay", chain, tmp_path / "file", "--once", kind="StoreError")
+    assert "is a file" in fail("relay", chain, tmp_path / "copy", "--once", "--spool", tmp_path / "file", kind="SpoolError")
+    assert not (tmp_path / "copy").exists()
+    assert "not a directory" in fail("report", chain, "-o", tmp_path / "file" / "run.html", kind="NotADirectoryError")
     assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_a_report_replaces_only_files(chain: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    refused = fail("report", chain, "-o", tmp_path / "folder", kind="IsADirectoryError")
+    assert f"{tmp_path}/folder: it is a directory. Name a file." in refused
+    assert "it is a directory" in fail("report", chain, "-o", "", kind="IsADirectoryError")
+    (tmp_path / "link").symlink_to(tmp_path / "page.html")
+    assert run("report", chain, "-o", tmp_path / "link").returncode == 0
+    assert (tmp_path / "link").is_symlink()
+    page = (tmp_path / "page.html").read_bytes()
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR)
+    try:
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 1 << 20)
+        assert run("report", chain, "-o", tmp_path / "pipe").returncode == 0
+        assert os.read(pipe, 1 << 20)[:100] == page[:100]
+    finally:
+        os.close(pipe)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_dashboard_without_its_run_says_so_and_tries_again(tmp_path: Path) -> None:
+    command = ["-m", "deltawire.cli", "dashboard", "--from", tmp_path / "nowhere", "--port", "0"]
+    with ForkedPopen("light", command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+        assert process.stderr is not None
+        assert "will try again: nothing is published at" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        process.wait(300)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -138,7 +179,7 @@ def test_a_directory_that_may_not_be_read_is_one_line(chain: Path) -> None:
 
 
 _CHAIN_COMMANDS = ("publish", "pull", "follow", "sidecar", "log", "show", "verify", "dashboard", "report", "gc", "keygen")
-_COMMANDS = (*_CHAIN_COMMANDS, "member", "fleet", "members", "rollouts", "plan", "top", "diff", "apply", "inspect")
+_COMMANDS = (*_CHAIN_COMMANDS, "member", "fleet", "members", "rollouts", "plan", "relay", "events", "top", "diff", "apply", "inspect")
 
 
 def test_help_names_every_command_and_exit_code() -> None:

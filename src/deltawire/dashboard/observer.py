@@ -166,6 +166,11 @@ class Observer:
             return details
 
     @property
+    def problem(self) -> str | None:
+        """The reason why the last look failed. None if it succeeded."""
+        return self._problem
+
+    @property
     def newest_versions(self) -> list[int]:
         """The seqs of the commits in memory that made versions, the newest first."""
         slots = reversed(self._chain.window())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -23,7 +24,7 @@ _MOST_DETAIL_BYTES = 16 << 20
 def write_report(observer: Observer, path: Path | str, *, details: int = 8, notes: Sequence[str] = ()) -> int:
     """Write what an observer has seen to one HTML file. Return the number of its bytes.
 
-    An existing file is replaced only when the new one is complete.
+    An existing file is replaced only when the new one is complete. Raises `OSError` if no file can be written there.
 
     Parameters
     ----------
@@ -36,9 +37,11 @@ def write_report(observer: Observer, path: Path | str, *, details: int = 8, note
     notes
         Sentences of your own, which stand at the top of the page.
     """
+    target = _output(Path(path))
     text = report_text(observer, details=details, notes=notes).encode()
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists() and not target.is_file():  # a device or a pipe, such as /dev/stdout
+        target.write_bytes(text)
+        return len(text)
     handle, staged = tempfile.mkstemp(prefix=".report-", suffix=".html", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -49,6 +52,20 @@ def write_report(observer: Observer, path: Path | str, *, details: int = 8, note
         Path(staged).unlink(missing_ok=True)
         raise
     return len(text)
+
+
+def _output(path: Path) -> Path:
+    """Return the path to write to, where links lead, and make its directory. Raises `OSError` if no file can be written there."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():
+        return path
+    target = Path(os.path.realpath(path))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+    return target
 
 
 def report_text(observer: Observer, *, details: int = 8, notes: Sequence[str] = ()) -> str:

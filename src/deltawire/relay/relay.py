@@ -13,7 +13,7 @@ from ..chain.published_relays import publish_relay, remove_relay
 from ..chain.reader_options import ReaderOptions
 from ..chain.uptime import uptime
 from ..chain.version import Version
-from ..errors import BadUrl, DeltawireError
+from ..errors import BadUrl, DeltawireError, SpoolError
 from ..events import OnEvent, emit
 from ..store import Progress, Store, open_store
 from ..store.keys import relay_key
@@ -81,6 +81,8 @@ class Relay:
     ) -> None:
         if shortcuts not in ("all", "anchors", "none"):
             raise ValueError(f"shortcuts must be 'all', 'anchors' or 'none', not {shortcuts!r}")
+        if spool is not None and Path(spool).exists() and not Path(spool).is_dir():  # now, because the first large object may come late
+            raise SpoolError(f"{spool} is a file.", hint="Name a directory for objects in transit.")
         self._options = options = options or ReaderOptions()
         self._on_event = on_event
         self._closed = threading.Event()

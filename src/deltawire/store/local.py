@@ -333,6 +333,8 @@ class LocalStore(Store):
             return self._no_file(operation, key)
         if error.errno in _MISSING and operation in {"get", "head", "read"}:
             return ObjectMissing(failure(operation, key, self.url, "there is no such object."))
+        if error.errno == errno.ENOTDIR and self.root.exists() and not self.root.is_dir():
+            return StoreError(failure(operation, key, self.url, "it is a file. Name a directory."))
         kind = next((kind for kind, errnos in _KINDS.items() if error.errno in errnos), StoreError)
         return kind(failure(operation, key, self.url, f"{error.strerror or error}."))
 

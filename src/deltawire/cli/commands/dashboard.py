@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import re
 import threading
 import webbrowser
 from collections.abc import Collection
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from ...dashboard.server import DashboardServer
 
 _PORT = 7700
+_NOTICE_SECONDS = 0.5
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _LONGEST_ENDING = 5.0
 """The command ends at most this many seconds after a signal, also while the store does not answer."""
 
@@ -83,8 +86,9 @@ def dashboard(
     """Show a run in a browser, live, until Ctrl-C.
 
     The page needs only the store, and never writes to it. It shows the chain, members, tasks, rewards, readers and faults, and the changes
-    of each version. If the store does not answer, the page says so, and the command tries again.
+    of each version. If the store does not answer, or holds no such run, the page and a notice say so, and the command tries again.
     """
+    check_names(name or ())
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING):
         from ...dashboard.observer import Observer, ObserverOptions
         from ...store import StoreOptions
@@ -103,8 +107,7 @@ def dashboard(
                 _tell(server, as_json=json)
                 if opened_in_browser:
                     webbrowser.open(server.url)
-                while True:
-                    stop.wait(1.0)
+                _tell_problems(observer, stop)
             finally:
                 stop.set()
                 server.close()
@@ -117,3 +120,21 @@ def _tell(server: DashboardServer, *, as_json: bool) -> None:
         print_line(server.url)
     if not server.is_local:
         print_notice("everybody who can reach this machine can read the run; there is no password")
+
+
+def _tell_problems(observer: Observer, stop: threading.Event) -> None:
+    """Print why a look failed, once while it lasts, until Ctrl-C."""
+    told: str | None = None
+    while not stop.wait(_NOTICE_SECONDS):
+        if (problem := observer.problem) != told and problem is not None:
+            print_notice(f"will try again: {problem}")
+        told = problem
+
+
+def check_names(names: Collection[str]) -> None:
+    """Refuse names that no browser can send, such as one with a port."""
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise typer.BadParameter(
+                f"--name is {name!r}, which is not the name of a host. Give it without scheme and port, such as gpu-7."
+            )

@@ -42,6 +42,8 @@ def events(
     answer, and tries again. With --metrics, it serves what the store tells of versions and members to Prometheus. Ctrl-C and SIGTERM end
     it with code 0.
     """
+    if metrics is not None and not follow:
+        raise typer.BadParameter("--metrics needs --follow: without it the command ends before Prometheus can ask.")
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
         from ...fleet.overview import FleetReader
         from ...fleet.store_events import StoreEvents

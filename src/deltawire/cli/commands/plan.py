@@ -148,6 +148,10 @@ def plan(
         from ...planning.quantities import duration
         from ..output.plan_table import print_plan
 
+        if source is None and (trust or run is not None):
+            raise typer.BadParameter("--trust and --run say which chain is accepted. Give its location with --from.")
+        if plot is not None and plot.suffix != ".svg":
+            raise typer.BadParameter(f"{plot} does not end in .svg. The picture is an SVG, so name it FILE.svg.")
         if plot is not None and plot.exists() and not force:
             raise typer.BadParameter(f"{plot} exists already. Name another file, or give --force.")
         seen, counted = (None, 0) if source is None else _read_chain(source, trust, run, full_every, steps)
