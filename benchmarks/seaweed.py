@@ -76,13 +76,14 @@ def server_command(weed: str, folder: Path, key: str, secret: str, address: str 
     folder
         An empty folder for the data and the configuration of the server.
     key, secret
-        The credentials of its only user.
+        The credentials of its user. A second user, whose key has "reader" at its end and whose secret is the same, may only read.
     address
         The address on which it listens. 0.0.0.0 means all, for a server in a network namespace.
     """
     (folder / "data").mkdir()
     user = {"name": "user", "credentials": [{"accessKey": key, "secretKey": secret}], "actions": ["Admin", "Read", "Write", "List"]}
-    (folder / "identities.json").write_text(json.dumps({"identities": [user]}))
+    reader = {"name": "reader", "credentials": [{"accessKey": f"{key}reader", "secretKey": secret}], "actions": ["Read", "List"]}
+    (folder / "identities.json").write_text(json.dumps({"identities": [user, reader]}))
     names = [f"{service}.{kind}" for service in ("master", "volume", "filer", "s3") for kind in ("port", "port.grpc")]
     with ExitStack() as stack:  # all ports are held at once, so that they differ
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]

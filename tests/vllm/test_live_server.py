@@ -12,6 +12,7 @@ from tiny_checkpoints import TinyModel, runtime_hashes
 
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.routes import Routes
+from deltawire.cli.doctor.examine import examine
 from deltawire.engines import KvCache
 from deltawire.engines.vllm import QUARANTINED_LABEL
 from deltawire.format.digest import Digest
@@ -23,6 +24,14 @@ from deltawire.subscribe.tensor_table import read_tensor_table, write_table
 pytestmark = pytest.mark.slow
 
 
+def doctor_says(server: LiveServer, url: str) -> tuple[str, str]:
+    """Return the level and the text of what `deltawire doctor --engine` finds out about a server."""
+    with open_store(url) as store:
+        found = examine(store, url, read_only=True, test_bytes=0, engine=server.url).findings
+    ((level, what),) = [(each.level, each.what) for each in found if each.check == "server"]
+    return level, what
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_server_follows_a_chain_in_its_live_memory(
     ranks: int, start_run: Callable[[TinyModel], Any], serve: Callable[..., LiveServer]
@@ -31,6 +40,9 @@ def test_a_server_follows_a_chain_in_its_live_memory(
     first = run.publish(changed=False)
     faults = run.folder / "faults.json"
     server = serve(run.checkpoint, ranks=ranks, environment={"DELTAWIRE_TEST_FAULTS": str(faults)}).wait()
+    level, what = doctor_says(server, run.store)
+    assert (level, what.startswith("vLLM 0.")) == ("note", True), what
+    assert "no version of a chain was loaded" in what
     log = ReaderOptions().open_log(open_store(run.store))
     commit = log.read(first.seq)
     assert commit is not None
@@ -80,6 +92,11 @@ def test_a_server_follows_a_chain_in_its_live_memory(
         assert all(worker["last"]["loaded_anew"] == 0 for worker in answer.workers)
         assert server.routes.checksums() == runtime_hashes(run.state, ranks)
 
+    assert doctor_says(server, run.store)[0] == "ok"
+    server.routes.pause("keep", clear_cache=False)
+    assert doctor_says(server, run.store)[0] == "warning"
+    server.routes.resume()
+
     # The same server without a sidecar: the workers fetch deltas, and load a full checkpoint, from the store.
     server.routes.initialise({"spool": str(run.folder / "other-spool"), "url": run.store})
     for anew in (False, True):
@@ -91,9 +108,13 @@ def test_a_server_follows_a_chain_in_its_live_memory(
 
     # vLLM writes to the weights by itself. They are those of no version then, also if an update was staged before.
     version = run.publish()
+    level, what = doctor_says(server, run.store)
+    assert (level, what.endswith(f"the newest version is commit {version.seq}")) == ("warning", True), what
     server.routes.prepare(version.seq)
     server.routes._post("/weight_checker", {"action": "reset"})
     assert server.routes.weight_version() == QUARANTINED_LABEL
+    level, what = doctor_says(server, run.store)
+    assert (level, "is quarantined" in what) == ("wrong", True), what
     assert [(worker["seq"], worker["staged"]) for worker in server.routes.status()] == [(None, None)] * ranks
     answer = server.routes.swap(version.seq, str(version.seq), KvCache.DROP)
     assert [worker["last"]["loaded_anew"] for worker in answer.workers] == [1] * ranks

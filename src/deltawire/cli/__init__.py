@@ -5,6 +5,7 @@ options/        options that several commands share
 process/        exit codes, signals, and commands that run until a signal
 stores/         stores with notices, a trace of requests, and counted bytes
 output/         text for people: lines, tables, pictures and progress bars
+doctor/         the checks of `doctor`
 chain_history   reads what `log` shows
 channel_moves   moves a channel, for `promote` and `rollback`
 delta_input     opens a delta file, for `apply` and `inspect`
@@ -28,6 +29,7 @@ from .commands import (
     channels,
     dashboard,
     diff,
+    doctor,
     events,
     fleet,
     follow,
@@ -84,6 +86,7 @@ app.command("log", cls=PlainCommand, rich_help_panel=_CHAINS)(log.log)
 app.command("events", cls=PlainCommand, rich_help_panel=_CHAINS)(events.events)
 app.command("show", cls=PlainCommand, rich_help_panel=_CHAINS)(show.show)
 app.command("verify", cls=PlainCommand, rich_help_panel=_CHAINS)(verify.verify)
+app.command("doctor", cls=PlainCommand, rich_help_panel=_CHAINS)(doctor.doctor)
 app.command("dashboard", cls=PlainCommand, rich_help_panel=_CHAINS)(dashboard.dashboard)
 app.command("report", cls=PlainCommand, rich_help_panel=_CHAINS)(report.report)
 app.command("gc", cls=PlainCommand, rich_help_panel=_CHAINS)(gc.gc)

@@ -154,6 +154,20 @@ class VllmRoutes:
         """Return the label that the last update gave to the weights, or "default" if there was no update."""
         return str(self._get("/weight_info")["weight_version"])
 
+    def release(self) -> str | None:
+        """Return the release of vLLM, such as "0.32.0". None if the server does not tell it."""
+        try:
+            return str(self._get("/version")["version"])
+        except (RouteFailed, KeyError, TypeError):
+            return None
+
+    def backend(self) -> str | None:
+        """Return the name of the server's backend for weights. None if the server does not tell it."""
+        try:
+            return str(self._get("/server_info?config_format=json")["vllm_config"]["weight_transfer_config"]["backend"])
+        except (RouteFailed, KeyError, TypeError):
+            return None
+
     def is_paused(self) -> bool:
         """Return whether the server is paused."""
         return bool(self._get("/is_paused")["is_paused"])
@@ -233,8 +247,7 @@ class VllmRoutes:
     def _ask_for_adapters(self) -> list[dict[str, Any]]:
         """Ask EngineCore (engine_core.py). Returns an empty list if the server does not tell."""
         try:
-            config = self._get("/server_info?config_format=json")["vllm_config"]["weight_transfer_config"]
-            if config["backend"] != "deltawire":  # the workers of another server do not know the call
+            if self.backend() != "deltawire":  # the workers of another server do not know the call
                 return []
             answers: list[dict[str, Any]] = self.call_workers("deltawire_adapters")
             return answers if all({"used", "asleep"} <= answer.keys() for answer in answers) else []
