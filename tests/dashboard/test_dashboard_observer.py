@@ -14,9 +14,11 @@ from toy_chain import ToyChain, first_state
 
 from deltawire.dashboard import Observer, ObserverOptions
 from deltawire.dashboard.chain_scan import SAMPLES
+from deltawire.dashboard.member_history import MOST_POINTS, MOST_SENT, MemberHistory, newest_points
 from deltawire.dashboard.read_only import ReadOnlyStore
 from deltawire.dashboard.version_details import compare
 from deltawire.errors import StoreError, StoreUnavailable
+from deltawire.format.records.member_records import Heartbeat, UpdateReport
 from deltawire.store import Store, fleet_keys, keys
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import StoreCall, WrappedStore
@@ -228,7 +230,58 @@ def test_the_history_of_lag_comes_from_leases_and_then_from_heartbeats(run: Show
         run.beat("steady", lag=3, seq=old)
         observer.look()
         history = observer.sections()["history"]["steady"]
-    assert [lag for _, lag in history] == [0, 3]
+    assert [lag for _, lag in history["lag"]] == [0, 3]
+
+
+def update(pause_us: int | None) -> UpdateReport:
+    return UpdateReport(pause_us=pause_us, total_us=90_000)
+
+
+def test_the_pause_of_each_update_is_kept_while_the_observer_looks(run: ShownRun) -> None:
+    first = run.seqs[-1]
+    second = run.publish().seq
+    with Observer(run.store) as observer:
+        for seq, pause in [(first, 2500), (first, 2500), (second, 2500), (second, 2500), (second, None), (second, 4000)]:
+            run.beat("steady", seq=seq, update=update(pause))
+            observer.look()
+        run.beat("new", seq=None, step=None, update=None)
+        observer.look()
+        history = observer.sections()["history"]
+    assert [point[1:] for point in history["steady"]["pause"]] == [(0.0025, first), (0.0025, second), (0.004, second)]
+    assert history["new"] == {"lag": [], "pause": []}
+
+
+def test_the_history_is_bounded_for_each_member_and_for_all_together() -> None:
+    one = MemberHistory()
+    for number in range(3 * MOST_POINTS):
+        one.note(heartbeat(seq=number, lag=number % 2, update=update(number)), float(number))
+    assert (len(one.lags), len(one.pauses)) == (MOST_POINTS, MOST_POINTS)
+    assert one.pauses[-1] == (719.0, 0.000719, 719)
+    points = list(one.pauses)
+    assert len(newest_points(points, 4)) == MOST_POINTS
+    assert len(newest_points(points, 512)) * 512 <= MOST_SENT
+    assert newest_points(points, 10**6)[-1] == points[-1]
+
+
+def heartbeat(**changes: Any) -> Heartbeat:
+    fields: dict[str, Any] = {"state": "working", "seq": 1, "step": 0, "lag": 0, "tokens": 0, "busy_ms": 0, "working": (), "time": 0}
+    return Heartbeat(id="ab" * 16, member="m", session="cd" * 16, **{**fields, **changes})
+
+
+def test_what_members_took_is_counted_from_the_sizes_in_commits(run: ShownRun) -> None:
+    run.beat("steady")
+    with Observer(run.store) as observer:
+        observer.look()
+        versions = [run.publish() for _ in range(3)]
+        run.beat("steady", seq=versions[1].seq)
+        observer.look()
+        run.beat("steady", seq=versions[2].seq + 5)
+        observer.look()
+        observer.look()
+        sections = observer.sections()
+    deltas = [entry for entry in sections["chain"]["entries"] if entry["kind"] == "delta"]
+    expected = {"versions": 3, "bytes": sum(one["bytes"] for one in deltas), "full": sum(one["state_bytes"] for one in deltas)}
+    assert sections["members"]["shown"][0]["taken"] == expected
 
 
 def test_a_look_without_news_reads_little(run: ShownRun) -> None:

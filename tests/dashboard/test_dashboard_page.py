@@ -10,11 +10,14 @@ import pytest
 from real_browser import Browser
 from shown_run import LAYERS, MARKUP, ShownRun
 
+from deltawire.chain.published_relays import publish_relay
 from deltawire.dashboard import Observer, write_report
 from deltawire.dashboard.server import DashboardServer
+from deltawire.format.records.member_records import UpdateReport
 from deltawire.store import keys
 
 WIDTHS = [(1280, "wide"), (390, "phone")]
+PANELS = ("tasks", "lag", "pauses", "sync", "reward", "mismatch", "density", "staleness", "links", "members", "readers", "storage")
 FITS = "return document.documentElement.scrollWidth <= window.innerWidth"
 
 
@@ -67,7 +70,7 @@ def test_the_page_shows_a_run_and_follows_it(run: ShownRun, served: DashboardSer
     browser.until("return document.getElementById('live').textContent === 'live'")
     assert browser.run("return document.querySelectorAll('.column').length") == 11
     assert browser.run("return document.querySelector('.tile b').textContent") == "10"
-    for panel in ("tasks", "lag", "sync", "reward", "mismatch", "density", "staleness", "members", "readers", "storage"):
+    for panel in PANELS:
         assert browser.run(f"return document.getElementById('{panel}').childElementCount"), panel
     assert browser.run("return [...document.querySelectorAll('.card')].every((card) => !card.hidden)")
     run.publish()
@@ -77,6 +80,32 @@ def test_the_page_shows_a_run_and_follows_it(run: ShownRun, served: DashboardSer
     browser.until("return document.getElementById('members').textContent.includes('late-joiner')")
     assert_unharmed(browser)
     browser.shoot("live")
+
+
+def test_pauses_and_bytes_of_members_are_followed(run: ShownRun, served: DashboardServer, browser: Browser) -> None:
+    busy(run)
+    publish_relay(run.store, run.record, "eu-west", str(run.store.url) + "-copy")
+    served.observer.look()
+    browser.open(served.url)
+    browser.until("return document.getElementById('live').textContent === 'live'")
+    assert browser.run("return pauseView.dots.length") == 5, "one update of each member is known at first"
+    assert "2.5 ms at most" in browser.text("pause-words")
+    version = run.publish()
+    run.beat("slow", seq=version.seq, update=UpdateReport(pause_us=70_000, total_us=90_000))
+    served.observer.look()
+    browser.until("return pauseView.dots.length === 6")
+    assert "70 ms at most (slow" in browser.text("pause-words")
+    cells = "[...row.cells].map((cell) => cell.textContent)"
+    rows = browser.run(f"return [...document.querySelectorAll('#links tbody tr')].map((row) => {cells})")
+    taken = {row[0]: row[1:] for row in rows}
+    assert taken["to slow"][0] == "10 MB/s"
+    assert taken["to slow"][5:] != ["–", "–", "–"], "what it took since the first look"
+    assert taken["to steady"][5:] == ["–", "–", "–"]
+    assert taken["trainer to store"][5:] == taken["store to region eu-west"][5:]
+    assert [row[0] for row in rows].index("to slow") > 1
+    browser.press("/")
+    browser.press("slow")
+    browser.until("return pauseView.dots.filter((dot) => dot.marked).length === 2")
 
 
 def test_the_page_waits_for_a_run_that_has_not_begun(tmp_path: Path, browser: Browser) -> None:

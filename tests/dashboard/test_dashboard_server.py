@@ -86,9 +86,17 @@ def test_there_are_no_other_pages(served: DashboardServer, path: str) -> None:
     assert ask(served, path)[0] == 404
 
 
-@pytest.mark.parametrize("seq", ["", "-1", "x", "1e5", "9" * 25, "１"])
-def test_a_version_is_named_by_a_number(served: DashboardServer, seq: str) -> None:
-    assert ask(served, f"/api/version?seq={quote(seq)}")[0] == 400
+@pytest.mark.parametrize("path", ["version?seq", "commits?page", "find?version"])
+@pytest.mark.parametrize("number", ["", "-1", "x", "1e5", "9" * 25, "１", "1&a&b&c&d&e"])
+def test_what_is_asked_for_is_named_by_a_number(served: DashboardServer, path: str, number: str) -> None:
+    assert ask(served, f"/api/{path}={quote(number, safe='&')}")[0] == 400
+    assert ask(served, f"/api/{path}=9999999999999999999")[0] in (200, 400)
+
+
+def test_older_commits_come_from_the_observer(served: DashboardServer) -> None:
+    assert json.loads(ask(served, "/api/commits?page=0")[2]) == served.observer.commits(0)
+    assert json.loads(ask(served, "/api/commits?page=77")[2])["entries"] == []
+    assert json.loads(ask(served, "/api/find?version=1")[2]) == {"seq": 1}
 
 
 def test_details_come_from_the_observer(served: DashboardServer, run: ShownRun) -> None:

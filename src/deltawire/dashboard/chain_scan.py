@@ -5,10 +5,10 @@ Commits that cannot be read or do not fit are entries like all others, with the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from ..chain.log import ChainLog
@@ -17,6 +17,7 @@ from ..chain.standing import abandoned_among, void_among
 from ..errors import DeltawireError, ObjectMissing, StoreError
 from ..format.records.version_records import Commit
 from ..store import keys
+from .member_history import Updates
 from .plain_values import number_in, short
 
 WINDOW = 240
@@ -68,6 +69,8 @@ class ChainScan:
         self._looks = 0
         self.head: int | None = None
         """The highest slot that is filled."""
+        self.times_set_back = 0
+        """How often the store was set back to an earlier state, so that everything was read again."""
         self._lost: Slot | None = None
         """The newest commit that was seen, if it is no longer in the store."""
 
@@ -120,6 +123,32 @@ class ChainScan:
         """Return the newest commits, oldest first."""
         return [self._slots[seq] for seq in sorted(self._slots)]
 
+    def in_memory(self) -> dict[int, Slot]:
+        """Return all commits in memory by their seqs: the newest ones, and the samples."""
+        return {**self._samples, **self._slots}
+
+    def read_all(self, seqs: Iterable[int]) -> list[Slot]:
+        """Return slots, from memory or from the store, many at once. Raises errors of the store.
+
+        Parameters
+        ----------
+        seqs
+            The numbers of the commits.
+        """
+        return list(self._pool.map(self.slot, seqs))
+
+    def updates_between(self, low: int, high: int) -> Updates:
+        """Return what a member takes that goes through all versions after one commit and up to another, as far as they are in memory.
+
+        Parameters
+        ----------
+        low, high
+            The commits that the member had and has.
+        """
+        slots = (slot.commit for seq, slot in self._slots.items() if low < seq <= high)
+        deltas = [commit for commit in slots if commit is not None and commit.kind == "delta"]
+        return Updates(len(deltas), sum(one.stored_bytes for one in deltas), sum(one.state_bytes for one in deltas))
+
     def plain(self) -> dict[str, Any]:
         """Return the chain as plain values."""
         commits = [slot.commit for slot in self.window() if slot.commit is not None]
@@ -134,14 +163,25 @@ class ChainScan:
             "recipe": None if newest is None or newest.recipe is None else short(str(newest.recipe), 80),
             "floor": self._floor,
             "floor_version": self.version_of(self._floor),
-            "entries": [self._entry(slot, void, abandoned) for slot in self.window()],
+            "entries": [self.entry(slot, void, abandoned, self._anchors) for slot in self.window()],
             "skips": skips,
             "stride": self._stride,
-            "samples": [self._entry(slot, set(), set()) for _, slot in sorted(self._samples.items()) if slot.seq not in self._slots],
+            "samples": [self.entry(slot) for _, slot in sorted(self._samples.items()) if slot.seq not in self._slots],
             "set_back": self._lost is not None,
         }
 
-    def _entry(self, slot: Slot, void: set[int], abandoned: set[int]) -> dict[str, Any]:
+    def entry(
+        self, slot: Slot, void: Set[int] = frozenset(), abandoned: Set[int] = frozenset(), anchors: Set[int] = frozenset()
+    ) -> dict[str, Any]:
+        """Return a slot as plain values.
+
+        Parameters
+        ----------
+        slot
+            The slot.
+        void, abandoned, anchors
+            The seqs of commits that are void, that were abandoned, and that a shortcut made full checkpoints of.
+        """
         problem = slot.problem or self._damage.get(slot.seq)
         entry: dict[str, Any] = {"seq": slot.seq, "problem": None if problem is None else short(problem, 400)}
         commit = slot.commit
@@ -152,8 +192,8 @@ class ChainScan:
             for name, is_set in (
                 ("void", slot.seq in void),
                 ("abandoned", slot.seq in abandoned),
-                ("collected", slot.seq <= self._floor and slot.seq not in self._anchors and commit.kind != "fence"),
-                ("anchored", slot.seq in self._anchors),
+                ("collected", slot.seq <= self._floor and slot.seq not in anchors and commit.kind != "fence"),
+                ("anchored", slot.seq in anchors),
             )
             if is_set
         ]
@@ -178,6 +218,7 @@ class ChainScan:
         self._skips.clear()
         self._anchors.clear()
         self._stride, self.head = 1, None
+        self.times_set_back += 1
         self._log.forget()
 
     def _newest_slot(self) -> int | None:
@@ -201,30 +242,15 @@ class ChainScan:
         lowest = max(0, head - self._window + 1)
         wanted = [seq for seq in range(lowest, head + 1) if seq not in self._slots]
         read = {slot.seq: slot for slot in self._pool.map(self._read, wanted)}
-        self._slots = {seq: slot for seq, slot in {**self._slots, **read}.items() if seq >= lowest}
-        self._check_links(self._slots)
+        self._slots = check_links({seq: slot for seq, slot in {**self._slots, **read}.items() if seq >= lowest})
 
     def _read_samples(self, head: int) -> None:
         while head // self._stride > SAMPLES:
             self._stride *= 2
-        self._samples = {seq: slot for seq, slot in self._samples.items() if seq % self._stride == 0}
-        wanted = [seq for seq in range(0, head + 1, self._stride) if seq not in self._samples]
-        for slot in self._pool.map(lambda seq: self._slots.get(seq) or self._read(seq), wanted):
-            self._samples[slot.seq] = slot
-        self._check_links(self._samples)
-
-    def _check_links(self, slots: dict[int, Slot]) -> None:
-        """Compare each commit with the hashes of later ones, from the newest down. A commit that cannot be read vouches for none."""
-        expected: dict[int, str] = {}
-        for seq in sorted(slots, reverse=True):
-            slot = slots[seq]
-            if slot.problem is None and expected.get(seq, slot.hash) != slot.hash:
-                why = f"commit {seq} is another than the one that later commits link to."
-                slots[seq] = slot = Slot(seq, None, slot.hash, why)
-            if slot.commit is not None:
-                expected |= dict(slot.commit.links)
-                if slot.commit.parent is not None:
-                    expected[seq - 1] = slot.commit.parent
+        samples = {seq: slot for seq, slot in self._samples.items() if seq % self._stride == 0}
+        wanted = [seq for seq in range(0, head + 1, self._stride) if seq not in samples]
+        samples |= {slot.seq: slot for slot in self._pool.map(lambda seq: self._slots.get(seq) or self._read(seq), wanted)}
+        self._samples = check_links(samples)
 
     def _read(self, seq: int) -> Slot:
         try:
@@ -241,13 +267,32 @@ class ChainScan:
         """List the shortcuts to the newest commits. In most looks only the last of them are listed, because collection deletes few."""
         lowest = min(self._slots, default=0)
         after = lowest - 1 if self._looks % _RECHECK_LOOKS == 1 else max(lowest, head - _LATE_SHORTCUTS) - 1
-        store = self._log.store
-        anchors = islice(store.list(keys.ANCHORS, after=keys.anchor_key(after) if after >= 0 else None), _MOST_SHORTCUTS)
-        skips = islice(store.list(keys.SKIPS, after=keys.skip_key(after, 10**20 - 1) if after >= 0 else None), _MOST_SHORTCUTS)
-        found_anchors = {seq for info in anchors if (seq := keys.parse_anchor_key(info.key)) is not None}
-        found_skips = {pair for info in skips if (pair := keys.parse_skip_key(info.key)) is not None}
+        found_anchors, found_skips = self.shortcuts(after, head)
         self._anchors = {seq for seq in self._anchors if lowest <= seq <= after} | found_anchors
         self._skips = {pair for pair in self._skips if lowest <= pair[0] <= after} | found_skips
+
+    def shortcuts(self, after: int, upto: int) -> tuple[set[int], set[tuple[int, int]]]:
+        """Return the seqs of versions that shortcuts made full checkpoints of, and the (seq, base) of skips. Raises errors of the store.
+
+        Parameters
+        ----------
+        after, upto
+            Only shortcuts to versions after the first commit, and up to the second, are listed.
+        """
+        store = self._log.store
+        anchors = (
+            keys.parse_anchor_key(info.key) for info in store.list(keys.ANCHORS, after=keys.anchor_key(after) if after >= 0 else None)
+        )
+        skips = (
+            keys.parse_skip_key(info.key) for info in store.list(keys.SKIPS, after=keys.skip_key(after, 10**20 - 1) if after >= 0 else None)
+        )
+        found_anchors = {
+            seq for seq in takewhile(lambda seq: seq is None or seq <= upto, islice(anchors, _MOST_SHORTCUTS)) if seq is not None
+        }
+        found_skips = {
+            pair for pair in takewhile(lambda pair: pair is None or pair[0] <= upto, islice(skips, _MOST_SHORTCUTS)) if pair is not None
+        }
+        return found_anchors, found_skips
 
     def _check_newest(self, head: int) -> None:
         """Look up the first files of the newest version, which every reader needs now."""
@@ -262,6 +307,30 @@ class ChainScan:
                 reason = f"{entry.key} is missing."
             if reason is not None:
                 self.note_damage(head, reason)
+
+
+def check_links(slots: dict[int, Slot]) -> dict[int, Slot]:
+    """Compare each commit with the hashes of later ones, from the newest down. A commit that cannot be read vouches for none.
+
+    Return the slots, in which those that do not fit are corrupt.
+
+    Parameters
+    ----------
+    slots
+        The slots by their seqs.
+    """
+    found = dict(slots)
+    expected: dict[int, str] = {}
+    for seq in sorted(slots, reverse=True):
+        slot = slots[seq]
+        if slot.problem is None and expected.get(seq, slot.hash) != slot.hash:
+            why = f"commit {seq} is another than the one that later commits link to."
+            found[seq] = slot = Slot(seq, None, slot.hash, why)
+        if slot.commit is not None:
+            expected |= dict(slot.commit.links)
+            if slot.commit.parent is not None:
+                expected[seq - 1] = slot.commit.parent
+    return found
 
 
 def _metrics(meta: Mapping[str, str]) -> dict[str, float]:

@@ -10,7 +10,8 @@ import bisect
 import itertools
 import math
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from blake3 import blake3
@@ -24,11 +25,10 @@ from ..format.records.trainer_records import MAX_BOARD_BYTES, BatchRecord, Board
 from ..store import fleet_keys
 from ..store.base import ObjectInfo, Store
 from .fetch_many import RecordFetcher
+from .member_history import MemberHistory, Updates, newest_points
 from .plain_values import short
 
 MOST_MEMBERS = 1024
-MOST_POINTS = 240
-"""Points of a member's history."""
 MOST_BARS = 2000
 """Tasks that are kept for the timeline."""
 MOST_ROUNDS = 200
@@ -46,8 +46,7 @@ class SeenMember:
 
     beat: Heartbeat
     modified: float
-    history: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MOST_POINTS))
-    """When the lag changed, and to how many versions."""
+    history: MemberHistory = field(default_factory=MemberHistory)
 
 
 @dataclass(slots=True)
@@ -130,8 +129,15 @@ class FleetScan:
             "shown": [_plain_member(one, silent=self.is_silent(one, now)) for _, one in sorted(self.members.items())],
         }
 
-    def plain_history(self, published: list[tuple[float, int]]) -> dict[str, list[tuple[float, int]]]:
-        """Return when the lag of each member changed, and to how many versions: as leases tell, and then as heartbeats were seen to tell.
+    def count_updates(self, between: Callable[[int, int], Updates], head: int) -> None:
+        """Count what the members took since the look before. The parameters are those of `MemberHistory.count`."""
+        for one in self.members.values():
+            one.history.count(one.beat.seq, between, head)
+
+    def plain_history(self, published: list[tuple[float, int]]) -> dict[str, dict[str, list[Any]]]:
+        """Return the lag and the pauses of each member over time.
+
+        The lag is when it changed, and to how many versions: as leases tell, and then as heartbeats were seen to tell.
 
         Parameters
         ----------
@@ -139,13 +145,14 @@ class FleetScan:
             Time and seq of the newest versions, by rising seq.
         """
         earlier = self._lags_of_leases(published)
-        found = {}
+        found: dict[str, dict[str, list[Any]]] = {}
         for name, one in sorted(self.members.items()):
-            first = one.history[0][0] if one.history else math.inf
+            lags, pauses = one.history.lags, list(one.history.pauses)
+            first = lags[0][0] if lags else math.inf
             before = [point for point in sorted(earlier.get(name, ())) if point[0] < first]
-            points = [*before, *one.history]
+            points = [*before, *lags]
             changes = [point for index, point in enumerate(points) if index == 0 or points[index - 1][1] != point[1]]
-            found[name] = changes[-MOST_POINTS:]
+            found[name] = {"lag": newest_points(changes, len(self.members)), "pause": newest_points(pauses, len(self.members))}
         return found
 
     def _lags_of_leases(self, published: list[tuple[float, int]]) -> dict[str, list[tuple[float, int]]]:
@@ -225,8 +232,7 @@ class FleetScan:
         if known is None:
             known = self.members[beat.member] = SeenMember(beat, modified)
         known.beat, known.modified = beat, modified
-        if beat.seq is not None and (not known.history or known.history[-1][1] != beat.lag):
-            known.history.append((round(modified, 3), beat.lag))
+        known.history.note(beat, modified)
 
     def _read_rounds(self) -> None:
         newest = next(reversed(self.rounds), None)
@@ -334,5 +340,6 @@ def _plain_member(one: SeenMember, *, silent: bool) -> dict[str, Any]:
         "behind_ms": beat.behind_ms,
         "engine": beat.engine,
         "update": None if beat.update is None else beat.update.plain(),
+        "taken": asdict(one.history.taken),
         "reason": None if beat.reason is None else short(beat.reason, 300),
     }

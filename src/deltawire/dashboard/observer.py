@@ -16,6 +16,7 @@ from ..errors import DeltawireError, NoChain, StoreError
 from ..fleet.fleet_keyring import FleetKeyring
 from ..store import keys
 from ..store.base import Store
+from .chain_pages import ChainPages
 from .chain_scan import WINDOW, ChainScan
 from .faults import find_faults
 from .fleet_scan import FleetScan
@@ -67,6 +68,7 @@ class Observer:
         self._log = self._options.reading.open_log(self._store)
         self._clock = clock
         self._chain = ChainScan(self._log, window=self._options.window)
+        self._pages = ChainPages(self._chain)
         self._fleet: FleetScan | None = None
         self._readers: ReadersScan | None = None
         self._details = VersionDetails(self._store, self._options.reading, most_bytes=self._options.detail_bytes)
@@ -165,6 +167,26 @@ class Observer:
                 self._kept_details.popitem(last=False)
             return details
 
+    def commits(self, page: int) -> dict[str, Any]:
+        """Return one page of commits, of any age, as plain values. Raises errors of the store.
+
+        Parameters
+        ----------
+        page
+            The number of the page. Each has 128 commits; page 0 begins with commit 0.
+        """
+        return self._pages.page(page)
+
+    def commit_of(self, version: int) -> int | None:
+        """Return the number of the commit that made a version, or of the newest one if there is none yet. Raises errors of the store.
+
+        Parameters
+        ----------
+        version
+            The number of the version.
+        """
+        return self._pages.seq_of(version)
+
     @property
     def problem(self) -> str | None:
         """The reason why the last look failed. None if it succeeded."""
@@ -215,6 +237,7 @@ class Observer:
         if self._chain.head is None:
             raise NoChain(f"nothing is published at {self._store.url}.")
         self._fleet.look()
+        self._fleet.count_updates(self._chain.updates_between, self._chain.head)
         self._readers.look()
 
     def _tell(self) -> None:

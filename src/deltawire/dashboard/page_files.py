@@ -6,7 +6,20 @@ from functools import cache
 from pathlib import Path
 
 _FOLDER = Path(__file__).with_name("page")
-SCRIPTS = ("text.js", "plot.js", "chain.js", "members.js", "tasks.js", "training.js", "readers.js", "details.js", "app.js")
+SCRIPTS = (
+    "text.js",
+    "plot.js",
+    "chain.js",
+    "older.js",
+    "members.js",
+    "pauses.js",
+    "links.js",
+    "tasks.js",
+    "training.js",
+    "readers.js",
+    "details.js",
+    "app.js",
+)
 STYLE = "style.css"
 DOCUMENT = "index.html"
 TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8"}

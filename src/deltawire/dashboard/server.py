@@ -11,7 +11,7 @@ import ipaddress
 import json
 import socket
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import PurePosixPath
@@ -27,7 +27,13 @@ MOST_CONNECTIONS = 64
 _IDLE_SECONDS = 30.0
 """A connection without progress for this long is closed."""
 _KEEP_ALIVE_SECONDS = 10.0
-_MOST_SEQ = 10**19
+_MOST_NUMBER = 10**19
+_QUERIES: dict[str, tuple[str, Callable[[Observer, int], dict[str, Any]]]] = {
+    "/api/version": ("seq", Observer.version),
+    "/api/commits": ("page", Observer.commits),
+    "/api/find": ("version", lambda observer, version: {"seq": observer.commit_of(version)}),
+}
+"""What can be asked for by a number: the name of the number, and what answers."""
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -172,21 +178,26 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(json.dumps(self.server.observer.sections(), allow_nan=False), "application/json")
         elif parts.path == "/api/live":
             self._stream()
-        elif parts.path == "/api/version":
-            self._version(parse_qs(parts.query, max_num_fields=4).get("seq", [""])[0])
+        elif parts.path in _QUERIES:
+            self._query(parts.path, parts.query)
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
 
-    def _version(self, text: str) -> None:
-        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) < _MOST_SEQ):
-            self._refuse(HTTPStatus.BAD_REQUEST, "seq must be a number")
+    def _query(self, path: str, query: str) -> None:
+        name, answer = _QUERIES[path]
+        try:
+            text = parse_qs(query, max_num_fields=4).get(name, [""])[0]
+        except ValueError:
+            text = ""
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) < _MOST_NUMBER):
+            self._refuse(HTTPStatus.BAD_REQUEST, f"{name} must be a number")
             return
         try:
-            details = self.server.observer.version(int(text))
+            found = answer(self.server.observer, int(text))
         except DeltawireError as error:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, short(str(error), 400))
             return
-        self._send(json.dumps(details, allow_nan=False), "application/json")
+        self._send(json.dumps(found, allow_nan=False), "application/json")
 
     def _stream(self) -> None:
         """Send sections as they change, until the browser goes away."""

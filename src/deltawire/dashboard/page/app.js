@@ -7,8 +7,8 @@ const EMPTY = {
   members: { listed: 0, shown: [] }, tasks: { rounds: [], bars: [] }, readers: { pins: [], reports: [], relays: [] }, faults: [], history: new Map(),
 };
 const DRAWN_BY = {
-  chain: [drawTiles, drawChain, drawTraining, drawSync, drawStorage, drawReaders], members: [drawTiles, drawLag, drawSync, drawMembers, drawChain],
-  tasks: [drawTasks, drawStaleness], readers: [drawReaders, drawChain], faults: [drawFaults, drawTiles], status: [drawStatus, drawTasks, drawLag, drawMembers],
+  chain: [drawTiles, drawChain, drawTraining, drawSync, drawLinks, drawStorage, drawReaders], members: [drawTiles, drawLag, drawPauses, drawSync, drawLinks, drawMembers, drawChain],
+  tasks: [drawTasks, drawStaleness], readers: [drawReaders, drawLinks, drawChain], faults: [drawFaults, drawTiles], status: [drawStatus, drawTasks, drawLag, drawPauses, drawMembers],
 };
 
 /** Draw what depends on these sections, each picture once. A picture that fails must not hide the others. */
@@ -59,7 +59,13 @@ async function readDetails(seq) {
     if (found) return found;
     throw new Error("This file does not hold the details of this version. The command deltawire dashboard reads them from the store.");
   }
-  const answer = await fetch(`api/version?seq=${seq}`);
+  return asked(`api/version?seq=${seq}`);
+}
+
+/** The answer of the server as plain values. */
+async function asked(address) {
+  let answer;
+  try { answer = await fetch(address); } catch (error) { throw new Error("There is no connection to deltawire."); }
   const found = await answer.json();
   if (!answer.ok) throw new Error(found.error);
   return found;
@@ -68,7 +74,7 @@ async function readDetails(seq) {
 function take(sections) {
   page.data = { ...(page.data || EMPTY), ...sections };
   if (sections.history) page.data.history = new Map(Object.entries(sections.history));  // a member may be called __proto__
-  noteLag(page.data);
+  noteHistory(page.data);
   draw(Object.keys(sections));
 }
 
@@ -114,7 +120,7 @@ function changeTheme() {
   if (page.data) draw(Object.keys(DRAWN_BY));
 }
 
-const KEYS = [["← →", "choose the version before or after"], ["Home End", "choose the oldest or newest version that is shown"], ["Enter", "show the chosen version"], ["/", "filter members"], ["t", "change the colours"], ["Esc", "close"], ["?", "show the keys"]];
+const KEYS = [["← →", "choose the version before or after"], ["Shift ← →", "go a screen back or forward"], ["Home End", "choose the oldest or newest version"], ["g", "go to a version by its number"], ["Enter", "show the chosen version"], ["/", "filter members"], ["t", "change the colours"], ["Esc", "close"], ["?", "show the keys"]];
 function showKeys() {
   $("keys-body").replaceChildren(el("dl", {}, ...KEYS.flatMap(([key, words]) => [el("dt", {}, el("kbd", { text: key })), el("dd", { text: words })])));
   $("keys").showModal();
@@ -125,8 +131,8 @@ document.addEventListener("keydown", (event) => {
   if (event.target instanceof HTMLInputElement) { if (event.key === "Escape") event.target.blur(); return; }
   const onButton = event.target instanceof HTMLButtonElement;
   const actions = {
-    ArrowLeft: () => moveChoice(page.data, -1), ArrowRight: () => moveChoice(page.data, 1), Home: () => moveChoice(page.data, -1e9), End: () => moveChoice(page.data, 1e9),
-    "/": () => $("filter").focus(), t: changeTheme, "?": showKeys,
+    ArrowLeft: () => moveChoice(page.data, event.shiftKey ? -chainView.columns : -1), ArrowRight: () => moveChoice(page.data, event.shiftKey ? chainView.columns : 1),
+    Home: () => moveChoice(page.data, -Infinity), End: () => moveChoice(page.data, Infinity), g: () => $("go").focus(), "/": () => $("filter").focus(), t: changeTheme, "?": showKeys,
   };
   if (event.key === "Enter" && !onButton && chainView.chosen !== null && !$("details").open) { event.preventDefault(); openDetails(chainView.chosen); return; }
   const action = actions[event.key];
@@ -137,7 +143,7 @@ document.addEventListener("keydown", (event) => {
 });
 $("theme").addEventListener("click", changeTheme);
 $("help").addEventListener("click", showKeys);
-$("filter").addEventListener("input", () => drawMembers(page.data));
+$("filter").addEventListener("input", () => { drawMembers(page.data); drawPauses(page.data); });
 $("details").addEventListener("close", () => { detailsView.seq = null; });
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (page.data) draw(Object.keys(DRAWN_BY)); });
 let drawnWidth = window.innerWidth;

@@ -4,11 +4,12 @@
 const chainView = { chosen: null, last: null, columns: 1 };
 let columnWidth = 15;  // the width of a column in pixels, more while there are few commits
 
-const isVersion = (entry) => entry.kind !== "fence" && entry.kind !== "corrupt";
+const isVersion = (entry) => !["fence", "corrupt", "unread"].includes(entry.kind);
 const hasFlag = (entry, name) => (entry.flags || []).includes(name);
 
 function entryWords(entry, chain) {
   if (entry.kind === "corrupt") return `commit ${entry.seq}, corrupt: ${entry.problem}`;
+  if (entry.kind === "unread") return `commit ${entry.seq}, which is not read yet`;
   const words = [entry.kind === "fence" ? `commit ${entry.seq}: publisher ${entry.epoch} takes over` : `version ${entry.version}, ${entry.kind === "anchor" ? "full checkpoint" : entry.kind}`];
   if (finite(entry.step)) words.push(`step ${entry.step}`);
   if (entry.kind === "delta") words.push(`${size(entry.bytes)}, ${digits(entry.state_bytes / Math.max(1, entry.bytes))}× smaller than full weights`);
@@ -24,16 +25,17 @@ function drawChain(data) {
   if (!entries.length) { nothing("chain", "Nothing is published yet."); return; }
   columnWidth = Math.max(15, Math.min(34, Math.floor((widthOf("chain") - 66) / entries.length)));
   chainView.columns = Math.max(8, Math.floor((widthOf("chain") - 66) / columnWidth));
-  const newest = entries[entries.length - 1].seq;
-  const last = chainView.last === null ? newest : Math.min(newest, Math.max(chainView.last, entries[0].seq + chainView.columns - 1));
-  const shown = entries.filter((entry) => entry.seq <= last).slice(-chainView.columns);
+  const newest = entries[entries.length - 1].seq, lowest = lowestSeq(chain);
+  const last = chainView.last === null ? newest : Math.min(newest, Math.max(chainView.last, lowest + chainView.columns - 1));
+  const shown = entriesBetween(data, Math.max(lowest, last - chainView.columns + 1), last);
   $("chain").replaceChildren(chainPlot(data, shown));
+  drawChainButtons(data, shown[0].seq, last);
   drawOverview(chain, shown);
-  const hidden = entries.length - shown.length;
   $("chain-words").textContent = `${count(chain.version)} versions of ${size(chain.state_bytes)} in ${count(chain.tensors)} tensors` +
     (chain.recipe ? `, ${chain.recipe}` : "") + `. A bar is the size of a version, on a logarithmic scale.` +
     (chain.floor >= 0 ? ` Data that only versions up to ${chain.floor_version ?? `commit ${chain.floor}`} need were collected.` : "") +
-    (hidden > 0 ? " The arrow keys show older versions." : "");
+    (page.saved && entries[0].seq > 0 ? ` This file holds the newest ${count(entries.length)} commits, and samples of older ones.` : "") +
+    (whyUnread(shown) ? ` Older versions could not be read, and are tried again: ${whyUnread(shown)}` : "");
   legend("chain-legend", [
     ["k-delta", "delta"], ["k-anchor", "full checkpoint"], ["k-rewind", "rewind"], ["k-corrupt", "corrupt or damaged"],
     [svgEl("svg", { viewBox: "0 0 13 13", "aria-hidden": "true" }, svgEl("path", { class: "skip", d: "M1 2Q6.5 18 12 2" })), "skip"],
@@ -57,7 +59,7 @@ function chainPlot(data, shown) {
   plot.append(svgEl("text", { x: box.right, y: y(full) - 5, "text-anchor": "end", text: `full weights: ${size(full)}` }));
   plot.append(svgEl("path", { class: "axis", d: `M${box.left} ${box.floor}H${box.right}` }));
   const seqs = new Map(shown.map((entry) => [entry.seq, entry]));
-  for (const [seq, base] of chain.skips) if (seqs.has(seq)) plot.append(skipArc(x(Math.max(base, shown[0].seq - 0.5)), x(seq), box.skips, `skip from commit ${base} to ${seq}`));
+  for (const [seq, base] of skipsBetween(chain, shown[0].seq, shown[shown.length - 1].seq)) if (seqs.has(seq)) plot.append(skipArc(x(Math.max(base, shown[0].seq - 0.5)), x(seq), box.skips, `skip from commit ${base} to ${seq}`));
   const pins = countBy(data.readers.pins.filter((pin) => pin.until > data.status.time), (pin) => pin.seq);
   const having = countBy(data.members.shown.filter((one) => one.state !== "left"), (one) => one.seq);
   const every = Math.ceil(46 / columnWidth);
@@ -107,6 +109,11 @@ function drawOverview(chain, shown) {
   const width = widthOf("overview"), height = 46, box = { left: 54, right: width - 8 };
   const all = [...chain.samples, ...chain.entries];
   const x = scale(0, Math.max(1, chain.head), box.left, box.right), plot = newPlot(width, height, "The whole chain");
+  plot.classList.add("clickable");
+  plot.addEventListener("click", (event) => {
+    const at = plot.getBoundingClientRect(), share = ((event.clientX - at.left) * width) / at.width;
+    goTo(page.data, Math.round((chain.head * (share - box.left)) / (box.right - box.left)));
+  });
   const full = Math.max(chain.state_bytes, 1), sizes = all.filter((entry) => entry.bytes > 0).map((entry) => entry.bytes);
   const y = scale(Math.max(1, Math.min(full, ...sizes) / 2), Math.max(full, ...sizes), 32, 4, true);
   for (const entry of all) {
@@ -115,7 +122,7 @@ function drawOverview(chain, shown) {
   }
   plot.append(svgEl("rect", { class: "l0", x: x(shown[0].seq) - 2, y: 1, width: Math.max(5, x(shown[shown.length - 1].seq) - x(shown[0].seq) + 4), height: 33, fill: "none", rx: 3 }));
   plot.append(svgEl("path", { class: "axis", d: `M${box.left} 33H${box.right}` }));
-  plot.append(svgEl("text", { x: box.left, y: 45, text: "commit 0" }), svgEl("text", { x: box.right, y: 45, "text-anchor": "end", text: `commit ${count(chain.head)}` }), svgEl("text", { x: (box.left + box.right) / 2, y: 45, "text-anchor": "middle", text: `every ${count(chain.stride)}th commit, and all of the newest` }));
+  plot.append(svgEl("text", { x: box.left, y: 45, text: "commit 0" }), svgEl("text", { x: box.right, y: 45, "text-anchor": "end", text: `commit ${count(chain.head)}` }), svgEl("text", { x: (box.left + box.right) / 2, y: 45, "text-anchor": "middle", text: `every ${count(chain.stride)}th commit, and all of the newest; click to go there` }));
   $("overview").replaceChildren(plot);
 }
 
@@ -137,8 +144,8 @@ function choose(data, seq) {
 }
 
 function moveChoice(data, by) {
-  const seqs = data.chain.entries.map((entry) => entry.seq);
-  if (!seqs.length) return;
-  const at = chainView.chosen === null ? seqs.length - (by > 0 ? 1 : 0) : seqs.indexOf(chainView.chosen);
-  choose(data, seqs[Math.min(seqs.length - 1, Math.max(0, at + by))]);
+  const entries = data.chain.entries;
+  if (!entries.length) return;
+  const newest = entries[entries.length - 1].seq, lowest = lowestSeq(data.chain);
+  choose(data, chainView.chosen === null && Number.isFinite(by) ? newest : Math.min(newest, Math.max(lowest, (chainView.chosen ?? newest) + by)));
 }

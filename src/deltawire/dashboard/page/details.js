@@ -14,6 +14,7 @@ async function openDetails(seq) {
   } catch (error) {
     found = { seq, kind: "unknown", problem: String(error.message || error) };
   }
+  if (found.problem) older.pages.delete(Math.floor(seq / PAGE));  // it is read again, and then marked as damaged
   if (detailsView.seq === seq) showDetails(found);
 }
 

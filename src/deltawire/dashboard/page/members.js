@@ -5,15 +5,16 @@ const membersView = { sort: "heard", down: true, all: false };
 const MOST_ROWS = 60;
 const HOT_LAG = 8;
 
-/** Add the lag that the page has just heard of to the history, which it got when it was loaded. */
-function noteLag(data) {
+/** Add what the page has just heard to the history, which it got when it was loaded. */
+function noteHistory(data) {
   for (const one of data.members.shown) {
     if (!finite(one.seq)) continue;
-    if (!data.history.has(one.name)) data.history.set(one.name, []);
-    const points = data.history.get(one.name);
-    const last = points[points.length - 1];
-    if (!last || (last[1] !== one.lag && last[0] < one.heard)) points.push([one.heard, one.lag]);
-    if (points.length > 240) points.splice(0, points.length - 240);
+    if (!data.history.has(one.name)) data.history.set(one.name, { lag: [], pause: [] });
+    const { lag, pause } = data.history.get(one.name), lastLag = lag[lag.length - 1], lastPause = pause[pause.length - 1];
+    if (!lastLag || (lastLag[1] !== one.lag && lastLag[0] < one.heard)) lag.push([one.heard, one.lag]);
+    const seconds = finite(one.update?.pause_us) ? one.update.pause_us / 1e6 : null;
+    if (seconds !== null && (!lastPause || ((lastPause[1] !== seconds || lastPause[2] !== one.seq) && lastPause[0] < one.heard))) pause.push([one.heard, seconds, one.seq]);
+    for (const points of [lag, pause]) if (points.length > 240) points.splice(0, points.length - 240);
   }
 }
 
@@ -25,7 +26,7 @@ function colourOf(lag, style) {
 
 /** A row for each member and a colour for each lag, on a canvas because there may be many thousand pieces. */
 function drawLag(data) {
-  const names = data.members.shown.filter((one) => data.history.get(one.name)?.length).map((one) => one.name);
+  const names = data.members.shown.filter((one) => data.history.get(one.name)?.lag.length).map((one) => one.name);
   $("lag-card").hidden = !names.length;
   if (!names.length) return;
   const width = widthOf("lag"), row = Math.max(2, Math.min(20, Math.floor(320 / names.length))), labelled = row >= 11;
@@ -36,9 +37,9 @@ function drawLag(data) {
   pen.scale(ratio, ratio);
   pen.font = '11px system-ui, "DejaVu Sans", sans-serif';
   const now = data.status.time, states = new Map(data.members.shown.map((one) => [one.name, one]));
-  const first = Math.min(...names.map((name) => data.history.get(name)[0][0])), x = scale(first, Math.max(now, first + 1), left, width - 4);
+  const first = Math.min(...names.map((name) => data.history.get(name).lag[0][0])), x = scale(first, Math.max(now, first + 1), left, width - 4);
   for (const [at, name] of names.entries()) {
-    const points = data.history.get(name), one = states.get(name), end = ["left", "silent"].includes(one.state) ? one.heard : now;
+    const points = data.history.get(name).lag, one = states.get(name), end = ["left", "silent"].includes(one.state) ? one.heard : now;
     pen.fillStyle = style.getPropertyValue("--faint");
     pen.fillRect(left, at * row + 0.5, width - 4 - left, Math.max(1, row - 1));
     points.forEach(([from, lag], index) => {
