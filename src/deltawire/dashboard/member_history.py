@@ -22,7 +22,7 @@ _Point = TypeVar("_Point")
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """What a member took, as the sizes in commits tell: versions, the bytes of their deltas, and the bytes of as many full weights."""
+    """The versions that a member took, with the bytes of their deltas and of as many full weights, as the sizes in commits tell."""
 
     versions: int = 0
     bytes: int = 0
@@ -41,7 +41,7 @@ class MemberHistory:
     pauses: deque[tuple[float, float, int]] = field(default_factory=lambda: deque(maxlen=MOST_POINTS))
     """When a heartbeat first told of an update, for how many seconds the engine paused, and the commit that the member then had."""
     taken: Updates = field(default_factory=Updates)
-    """What the member took since it was first seen."""
+    """The updates that the member took since it was first seen."""
     _counted: int | None = None
     """The commit up to which `taken` counts."""
 

@@ -33,7 +33,7 @@ _QUERIES: dict[str, tuple[str, Callable[[Observer, int], dict[str, Any]]]] = {
     "/api/commits": ("page", Observer.commits),
     "/api/find": ("version", lambda observer, version: {"seq": observer.commit_of(version)}),
 }
-"""What can be asked for by a number: the name of the number, and what answers."""
+"""The paths that take a number: the name of the number, and the function that answers."""
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
