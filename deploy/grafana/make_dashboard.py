@@ -87,6 +87,11 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Versions behind", "none", [(f"deltawire_relay_behind{_RUN}", "{{instance}}")]),
         ("Into the region", "Bps", [(_rate("deltawire_relayed_bytes_total", "instance, how"), "{{instance}} {{how}}")]),
     ],
+    "Gates": [
+        ("Answers of the canary", "none", [(f"deltawire_gate_answers{_RUN}", "{{instance}}")]),
+        ("Limits", "none", [(f"deltawire_gate_limit_mean{_RUN}", "{{limit}} {{group}}")]),
+        ("Decisions", "none", [(f"deltawire_gate_decisions_total{_RUN}", "{{outcome}}")]),
+    ],
     "Faults": [
         (
             "Failures per second",

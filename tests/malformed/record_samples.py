@@ -75,7 +75,6 @@ GATE = GateRecord(
     number=3,
     canary=ChannelPlace("canary", 4, CommitRef(8, HASH, DIGEST)),
     stable=ChannelPlace("stable", 2, CommitRef(7, OTHER, DIGEST)),
-    canary_newest=5,
     outcome="promote",
     why="solved:-0 holds",
     alpha=0.05,

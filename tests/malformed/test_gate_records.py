@@ -17,7 +17,6 @@ from deltawire.format.records.gate_records import MOST_LIMITS, ChannelPlace, Eva
         {"outcome": "maybe"},
         {"alpha": 0.0},
         {"alpha": 1.0},
-        {"canary_newest": 3},
         {"number": 10**10},
         {"why": "a\nb"},
         {"why": "x" * 1501},

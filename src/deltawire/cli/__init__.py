@@ -33,6 +33,7 @@ from .commands import (
     events,
     fleet,
     follow,
+    gate,
     gc,
     inspect,
     keygen,
@@ -82,6 +83,7 @@ app.command("canary", cls=PlainCommand, rich_help_panel=_CHAINS)(canary.canary)
 app.command("promote", cls=PlainCommand, rich_help_panel=_CHAINS)(promote.promote)
 app.command("rollback", cls=PlainCommand, rich_help_panel=_CHAINS)(rollback.rollback)
 app.command("channels", cls=PlainCommand, rich_help_panel=_CHAINS)(channels.channels)
+app.command("gate", cls=PlainCommand, rich_help_panel=_CHAINS)(gate.gate)
 app.command("log", cls=PlainCommand, rich_help_panel=_CHAINS)(log.log)
 app.command("events", cls=PlainCommand, rich_help_panel=_CHAINS)(events.events)
 app.command("show", cls=PlainCommand, rich_help_panel=_CHAINS)(show.show)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from .kinds import engines, members, publishers, readers, relays, store, trainers
+from .kinds import engines, gates, members, publishers, readers, relays, store, trainers
 from .kinds.kind import EventKind
 
 GROUPS: dict[str, tuple[EventKind, ...]] = {
@@ -18,6 +18,7 @@ GROUPS: dict[str, tuple[EventKind, ...]] = {
     "Members": members.KINDS,
     "Supervised members": members.SUPERVISED,
     "Trainers": trainers.KINDS,
+    "Gates": gates.KINDS,
     "Seen in the store": store.KINDS,
 }
 """The kinds by the part of the library that emits them, as the documentation has them."""

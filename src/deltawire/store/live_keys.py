@@ -6,10 +6,12 @@ import re
 from typing import NamedTuple
 
 from ..format.live_parts import is_session
+from ..format.records.record_parts import is_reader_name
 
 LIVE = "live/"
 INTERACTIONS, FEEDBACK, METRICS = "live/interactions/", "live/feedback/", "live/metrics/"
 USED, USED_LISTS = "live/used/", "live/used-lists/"
+GATES = "live/gate/"
 """Prefixes for listings."""
 
 _HASH = r"([0-9a-f]{64})"
@@ -18,6 +20,7 @@ _FEEDBACK = re.compile(rf"live/feedback/([^/]+)/([0-9]{{20}})-{_HASH}\.json")
 _METRICS = re.compile(r"live/metrics/([0-9]{10})\.json")
 _USED = re.compile(r"live/used/([0-9]{10})\.json")
 _USED_LIST = re.compile(rf"live/used-lists/([0-9]{{10}})/{_HASH}\.json")
+_GATE = re.compile(r"live/gate/([^/]+)/([0-9]{10})/([0-9]{10})\.json")
 
 
 class LiveKey(NamedTuple):
@@ -56,6 +59,18 @@ def used_list_key(round_number: int, blake3: str) -> str:
     return f"{USED_LISTS}{_digits(round_number, 10)}/{blake3}.json"
 
 
+def gate_folder(channel: str, move: int) -> str:
+    """Return the prefix of a gate's records about a move of a channel. Raises ValueError for a name that channels cannot have."""
+    if not is_reader_name(channel):
+        raise ValueError(f"{channel!r} cannot name a channel")
+    return f"{GATES}{channel}/{_digits(move, 10)}/"
+
+
+def gate_key(channel: str, move: int, number: int) -> str:
+    """Return the key of a gate's record about a move of a channel."""
+    return f"{gate_folder(channel, move)}{_digits(number, 10)}.json"
+
+
 def parse_interactions_key(key: str) -> LiveKey | None:
     """Return the parts of the key of a file of interactions, or None for any other key. The other `parse_` functions work alike."""
     return _live_key(_INTERACTIONS, key)
@@ -79,6 +94,12 @@ def parse_used_list_key(key: str) -> tuple[int, str] | None:
     """Return (round, blake3)."""
     found = _USED_LIST.fullmatch(key)
     return (int(found[1]), found[2]) if found else None
+
+
+def parse_gate_key(key: str) -> tuple[str, int, int] | None:
+    """Return (channel, move, number)."""
+    found = _GATE.fullmatch(key)
+    return (found[1], int(found[2]), int(found[3])) if found and is_reader_name(found[1]) else None
 
 
 def _live_key(pattern: re.Pattern[str], key: str) -> LiveKey | None:

@@ -367,6 +367,30 @@ _ALL = (
         "This share of the routing decisions of the newest step could not be replayed.",
         (Change("trained", _missing_experts),),
     ),
+    # Gates
+    Metric(
+        "deltawire_gate_decisions",
+        "counter",
+        "The gate has decided this many times, by outcome: `promote` or `rollback`.",
+        (Change("gate-decided", _one, _text("outcome")),),
+        ("outcome",),
+    ),
+    Metric(
+        "deltawire_gate_answers",
+        "gauge",
+        "The canary has given this many answers.",
+        (Change("gate-watching", _field("answers")), Change("gate-decided", _field("answers"))),
+    ),
+    Metric(
+        "deltawire_gate_limit_mean",
+        "gauge",
+        "This is the mean of a limit's metric, for the `canary` and for `stable`.",
+        (
+            Change("gate-limit", _field("canary"), lambda fields: (str(fields.get("limit") or ""), "canary")),
+            Change("gate-limit", _field("stable"), lambda fields: (str(fields.get("limit") or ""), "stable")),
+        ),
+        ("limit", "group"),
+    ),
 )
 
 METRICS: dict[str, Metric] = {metric.full_name: metric for metric in _ALL}

@@ -1,7 +1,8 @@
 """How the process of a command starts, ends and runs other commands.
 
-exit_codes    turns errors and signals into exit codes
-ending        ends commands that run until a signal arrives, even if something hangs
-usage_errors  reports wrong usage as JSON, too
-exec_hook     the command that `follow --exec` runs for each version
+exit_codes          turns errors and signals into exit codes
+ending              ends commands that run until a signal arrives, even if something hangs
+usage_errors        reports wrong usage as JSON, too
+evaluation_command  the command that `gate --evaluate` runs for a canary
+exec_hook           the command that `follow --exec` runs for each version
 """

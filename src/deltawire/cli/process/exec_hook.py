@@ -68,7 +68,7 @@ class ExecHook:
         }
         process: subprocess.Popen[bytes] | None = None
         try:
-            with _signals_deferred():
+            with signals_deferred():
                 process = subprocess.Popen(
                     self._command,
                     shell=True,
@@ -80,12 +80,12 @@ class ExecHook:
             return process.wait()
         except BaseException:
             if process is not None:
-                _end(process)
+                end_group(process)
             raise
 
 
 @contextlib.contextmanager
-def _signals_deferred() -> Iterator[None]:
+def signals_deferred() -> Iterator[None]:
     """Handle signals that end this process after the block. During the start of a child they would leave it running."""
     arrived: list[int] = []
     before = {number: signal.signal(number, lambda number, frame: arrived.append(number)) for number in _ENDING}
@@ -98,7 +98,7 @@ def _signals_deferred() -> Iterator[None]:
         signal.raise_signal(early)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_group(process: subprocess.Popen[bytes]) -> None:
     """End a command and the processes that it has started, unless it has ended."""
     if process.poll() is not None:
         return  # its id may belong to another process by now

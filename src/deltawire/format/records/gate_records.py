@@ -167,7 +167,7 @@ class ChannelPlace:
     channel
         The name of the channel.
     move
-        The number of the move. For the canary, this is the move that brought it to its target; for the other channel, its newest move.
+        The number of the move that brought it there. Later moves, if any, changed only the share of users.
     target
         The version that the channel names.
     """
@@ -210,8 +210,6 @@ class GateRecord(CanonicalRecord):
         Where the canary stands.
     stable
         Where the other channel stands.
-    canary_newest
-        The number of the newest move of the canary's channel, of which a rollback is the next one.
     outcome
         "promote", "rollback" or "continue".
     why
@@ -238,7 +236,6 @@ class GateRecord(CanonicalRecord):
     number: int
     canary: ChannelPlace
     stable: ChannelPlace
-    canary_newest: int
     outcome: str
     why: str
     alpha: float
@@ -255,7 +252,7 @@ class GateRecord(CanonicalRecord):
         return f"record {self.number} of the gate about move {self.canary.move} of the channel {self.canary.channel}"
 
     def plain(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in ("id", "number", "canary_newest", "outcome", "why", "answers", "age", "time", "nonce")}
+        own = {name: getattr(self, name) for name in ("id", "number", "outcome", "why", "answers", "age", "time", "nonce")}
         return {
             "deltawire": "gate",
             "version": 1,
@@ -283,7 +280,6 @@ class GateRecord(CanonicalRecord):
             number=read_short(fields, "number"),
             canary=ChannelPlace.of(fields.object("canary")),
             stable=ChannelPlace.of(fields.object("stable")),
-            canary_newest=read_short(fields, "canary_newest"),
             outcome=fields.text("outcome"),
             why=read_bounded(fields, "why", MOST_TEXT, 0),
             alpha=read_number(fields, "alpha"),
@@ -300,8 +296,6 @@ class GateRecord(CanonicalRecord):
             fields.refuse(f"its outcome is {found.outcome!r}")
         if found.canary.channel == found.stable.channel:
             fields.refuse("it compares a channel with itself")
-        if found.canary_newest < found.canary.move:
-            fields.refuse("its canary has a newest move before its own")
         if not 0.0 < found.alpha < 1.0:
             fields.refuse("alpha lies between 0 and 1")
         if len(found.limits) > MOST_LIMITS:

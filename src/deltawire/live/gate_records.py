@@ -1,0 +1,85 @@
+"""Reads and writes the evidence of a gate. The first record that decides about a canary is the last one, and the one that counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from typing import NamedTuple
+
+from ..chain.log import ChainLog
+from ..errors import CorruptRecord, DataMissing
+from ..format.records.gate_records import ChannelPlace, GateRecord
+from ..format.records.run_records import check_same_run
+from ..format.records.signing import SigningKey, check_signature
+from ..store import live_keys
+from ..store.create_rule import create_and_look
+
+
+class PlacedRecord(NamedTuple):
+    """A record, and when it was stored, by the store's clock."""
+
+    record: GateRecord
+    stored: datetime
+
+
+class GateRecords:
+    """The records about one canary.
+
+    Parameters
+    ----------
+    log
+        The chain. If its readers trust keys, records that none of them signed are refused (`SignatureInvalid`).
+    canary
+        Where the canary stands.
+    key
+        The key to sign records with, if the chain is signed.
+    sleep
+        Waits some seconds.
+    """
+
+    def __init__(
+        self, log: ChainLog, canary: ChannelPlace, *, key: SigningKey | None = None, sleep: Callable[[float], object] = time.sleep
+    ) -> None:
+        self._log = log
+        self._canary = canary
+        self._key = key
+        self._sleep = sleep
+
+    def newest(self) -> PlacedRecord | None:
+        """Return the newest record, or None if there is none. Raises `CorruptRecord` or `SignatureInvalid`."""
+        folder = live_keys.gate_folder(self._canary.channel, self._canary.move)
+        last = None
+        for info in self._log.store.list(folder):
+            if live_keys.parse_gate_key(info.key) is not None:
+                last = info
+        if last is None:
+            return None
+        data = self._log.object(last.key)
+        if data is None:
+            raise DataMissing(f"{last.key} was listed in {self._log.store.url}, but cannot be read.")
+        return PlacedRecord(self._checked(last.key, data), last.modified)
+
+    def write(self, record: GateRecord) -> PlacedRecord:
+        """Create a record, and return the one that has its number then: this one, or that of another gate.
+
+        Parameters
+        ----------
+        record
+            The record. Its number is one above that of the newest one.
+        """
+        signed = record if self._key is None else self._key.sign(replace(record, signature=None))
+        check_signature(signed, self._log.trusted_keys)
+        key = live_keys.gate_key(record.canary.channel, record.canary.move, record.number)
+        found = create_and_look(self._log.store, key, signed.to_bytes(), sleep=self._sleep)
+        return PlacedRecord(self._checked(key, found), self._log.store.head(key).modified)
+
+    def _checked(self, key: str, data: bytes) -> GateRecord:
+        record = GateRecord.parse(data)
+        check_same_run(record.id, self._log.run, key)
+        named = live_keys.gate_key(record.canary.channel, record.canary.move, record.number)
+        if named != key or record.canary != self._canary:
+            raise CorruptRecord(f"{key} in {self._log.store.url} holds {record.describe()}.")
+        check_signature(record, self._log.trusted_keys)
+        return record

@@ -1,0 +1,390 @@
+"""The gate with a store: answers that count, decisions, evidence, and moves of channels."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from gated_chain import POLICY, SOLVED, Answered, GatedChain
+
+from deltawire import SigningKey
+from deltawire.errors import CorruptRecord, SignatureInvalid, UnusableGate
+from deltawire.format.feedback import Feedback
+from deltawire.format.interactions import AnswerFacts
+from deltawire.format.records.gate_records import EvaluationResult
+from deltawire.format.records.live_records import Metric
+from deltawire.live.gate_rules import GatePolicy, Limit, Range
+from deltawire.store import live_keys
+
+EPISODES = "0190a0b0-c0d0-4000-9000-{:012x}".format
+KEY = SigningKey.generate()
+
+
+class Evaluations:
+    """An evaluator whose results a test sets."""
+
+    def __init__(self):
+        self.started = []
+        self.stopped = 0
+        self.result = None
+
+    def start(self, canary, stable, attempt):
+        self.started.append((canary.seq, stable.seq, attempt))
+
+    def poll(self):
+        return self.result
+
+    def stop(self):
+        self.stopped += 1
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["unsigned", "signed"])
+def test_a_better_canary_is_promoted_once(key):
+    chain = GatedChain(key=key)
+    gate = chain.gate()
+    assert gate.look().state == "watching"
+    chain.traffic(0.9, 0.5)
+    look = gate.look()
+    assert (look.state, look.record.outcome) == ("decided", "promote")
+    assert (look.moved.channel, look.moved.kind, look.moved.target.seq) == ("stable", "promote", 3)
+    assert "solved:-0 holds" in look.moved.why
+    assert gate.look().state == "idle"
+    assert chain.gate().look().state == "idle"
+    assert chain.moves("stable") == [("promote", 2), ("promote", 3)]
+    assert chain.moves("canary") == [("promote", 3)]
+    assert [record.outcome for record in chain.records()] == ["continue", "promote"]
+    assert [event.name for event in chain.events if event.name.startswith("gate")][-2:] == ["gate-limit", "gate-decided"]
+
+
+def test_a_worse_canary_is_rolled_back_to_stable():
+    chain = GatedChain()
+    chain.traffic(0.2, 0.7)
+    look = chain.gate().look()
+    assert (look.record.outcome, look.moved.channel, look.moved.kind, look.moved.target.seq) == ("rollback", "canary", "rollback", 2)
+    assert chain.moves("stable") == [("promote", 2)]
+    assert chain.gate().look().state == "idle"
+
+
+def test_equal_channels_go_on_until_the_time_is_over():
+    chain = GatedChain()
+    gate = chain.gate()
+    chain.traffic(0.6, 0.6)
+    assert gate.look().record.outcome == "continue"
+    chain.pass_time(1000)
+    chain.tick()
+    look = gate.look()
+    assert look.record.outcome == "rollback"
+    assert "no decision after" in look.record.why
+    assert chain.target("canary") == 2
+
+
+def test_a_gate_without_traffic_reads_the_time_from_its_own_records():
+    chain = GatedChain()
+    ticks = [0.0]
+    gate = chain.gate(ticks=lambda: ticks[0])
+    for _ in range(4):
+        assert gate.look().state == "watching"
+    assert len(chain.records()) == 1
+    chain.pass_time(2000)
+    ticks[0] += 10.0
+    assert gate.look().state == "watching"  # this look writes the record, whose time is the store's
+    assert gate.look().record.outcome == "rollback"
+
+
+def test_an_answer_counts_when_its_window_is_over():
+    chain = GatedChain()
+    gate = chain.gate()
+    chain.answer([Answered("canary", 3, True), Answered("stable", 2, False)] * 50)
+    chain.pass_time(59)
+    chain.tick()
+    look = gate.look()
+    assert look.record.limits[0].canary.count == 0
+    assert look.record.answers == 50
+    chain.pass_time(2)
+    chain.tick()
+    assert gate.look().record.limits[0].canary.count == 50
+
+
+def test_an_answer_may_count_earlier_by_an_option():
+    chain = GatedChain()
+    chain.answer([Answered("canary", 3, True)] * 3)
+    chain.pass_time(11)
+    chain.tick()
+    assert chain.gate(wait=10.0).look().record.limits[0].canary.count == 3
+    assert chain.gate(wait=11.0, dry_run=True).look().record.limits[0].canary.count == 0
+
+
+def test_feedback_counts_once_with_its_last_revision_and_only_in_its_window():
+    chain = GatedChain()
+    ids = chain.answer([Answered("canary", 3)] * 6)
+    first = Feedback(chain.new_id(), "solved", False, inference=ids[0])
+    chain.put_feedback([first, Feedback(chain.new_id(), "solved", True, inference=ids[1])])
+    chain.put_feedback([first, dataclasses.replace(first, value=True)][:1])  # the same again
+    chain.put_feedback([dataclasses.replace(first, value=True)])  # the same id with another value
+    chain.put_feedback([Feedback(chain.new_id(), "solved", False, inference=ids[2], revision=1)])
+    chain.put_feedback([Feedback(chain.new_id(), "solved", True, inference=ids[2])])  # an earlier revision
+    chain.put_feedback([Feedback(chain.new_id(), "solved", 1.0, inference=ids[3])])  # not a boolean
+    chain.put_feedback([Feedback(chain.new_id(), "solved", True, inference=ids[4], caller="other")])  # not its caller
+    chain.put_feedback([Feedback(chain.new_id(), "other", True, inference=ids[3])])
+    chain.put_feedback([Feedback(chain.new_id(), "solved", True, inference=chain.new_id())])  # an unknown answer
+    chain.pass_time(60)
+    chain.put_feedback([Feedback(chain.new_id(), "solved", True, inference=ids[5])])  # just in time
+    chain.pass_time(1)
+    chain.put_feedback([Feedback(chain.new_id(), "solved", True, inference=ids[0], revision=9)])  # too late
+    chain.tick()
+    found = chain.gate().look().record.limits[0].canary
+    assert (found.count, found.count * found.mean) == (6, 2)
+
+
+def test_feedback_may_be_stored_before_its_answer():
+    chain = GatedChain()
+    identifier = chain.new_id()
+    chain.put_feedback([Feedback(chain.new_id(), "solved", True, inference=identifier)])
+    chain.pass_time(5)
+    chain.put_interactions([Answered("canary", 3)], [identifier])
+    chain.pass_time(61)
+    chain.tick()
+    assert chain.gate().look().record.limits[0].canary.mean == 1.0
+
+
+def test_an_answer_without_feedback_counts_only_with_a_default():
+    chain = GatedChain([dataclasses.replace(SOLVED, default=None)])
+    chain.answer([Answered("canary", 3), Answered("canary", 3, True), Answered("stable", 2)])
+    chain.pass_time(61)
+    chain.tick()
+    found = chain.gate().look().record.limits[0]
+    assert (found.canary.count, found.stable.count) == (1, 0)
+
+
+def test_only_answers_of_the_versions_and_channels_at_hand_count():
+    chain = GatedChain()
+    chain.answer([Answered("canary", 2, True), Answered("stable", 3, True), Answered("beta", 3, True), Answered(None, 2, True)])
+    chain.answer([Answered("canary", 3, True), Answered("stable", 2, True)])
+    chain.pass_time(61)
+    chain.tick()
+    look = chain.gate().look()
+    assert look.record.answers == 1
+    assert (look.record.limits[0].canary.count, look.record.limits[0].stable.count) == (1, 1)
+
+
+def test_answers_from_before_the_canary_do_not_count():
+    chain = GatedChain()
+    chain.answer([Answered("canary", 4, True)] * 5)
+    chain.pass_time(1)
+    chain.promote(4, "canary")
+    chain.answer([Answered("canary", 4, True)] * 2)
+    assert chain.gate().look().record.answers == 2
+
+
+def test_files_of_another_run_and_damaged_ones_are_reported_and_do_not_count():
+    chain = GatedChain()
+    ids = chain.answer([Answered("canary", 3)])
+    chain.put_feedback([Feedback(chain.new_id(), "solved", True, inference=ids[0])], run="ef" * 16)
+    for key in list(chain.store.list(live_keys.FEEDBACK)):
+        chain.store.put(key.key.replace("00-", "07-", 1), chain.store.get(key.key, limit=1 << 20))
+    chain.store.put(f"{live_keys.INTERACTIONS}{chain.session}/{1:020}-{'0' * 64}.bin", b"nonsense")
+    chain.pass_time(61)
+    chain._numbers["interactions"] += 1
+    chain.tick()
+    assert chain.gate().look().record.limits[0].canary.mean == 0.0
+    assert [event.name for event in chain.events].count("live-file-refused") == 3
+
+
+def test_an_episode_counts_once_as_its_first_answer():
+    chain = GatedChain([dataclasses.replace(SOLVED, level="episode")])
+    chain.answer([Answered("canary", 3, episode=EPISODES(number)) for number in (1, 1, 2)])
+    chain.put_feedback([Feedback(chain.new_id(), "solved", True, episode=EPISODES(1))])
+    chain.pass_time(30)
+    chain.answer([Answered("canary", 3, episode=EPISODES(2))])  # its window begins anew
+    chain.pass_time(31)
+    chain.tick()
+    gate = chain.gate()
+    assert gate.look().record.limits[0].canary.count == 1
+    chain.pass_time(30)
+    chain.tick()
+    found = gate.look()
+    assert found.record.limits[0].canary == dataclasses.replace(found.record.limits[0].canary, count=2, mean=0.5)
+
+
+def test_each_user_may_count_once():
+    chain = GatedChain()
+    users = ["ab" * 32, "cd" * 32, "ab" * 32, None, None]
+    chain.answer([Answered("canary", 3, True, user=user) for user in users])
+    chain.pass_time(61)
+    chain.tick()
+    assert chain.gate(by_user=True, dry_run=True).look().record.limits[0].canary.count == 4
+    assert chain.gate(dry_run=True).look().record.limits[0].canary.count == 5
+
+
+@pytest.mark.parametrize(
+    ("monitor", "canary"),
+    [
+        ("length:+20%", AnswerFacts(90)),
+        ("length:-50%", AnswerFacts(1)),
+        ("refusal:+0.1", AnswerFacts(30, refusal=True)),
+        ("bad_tool_calls:+0.1", AnswerFacts(30, tool_calls=1, bad_tool_calls=2)),
+    ],
+)
+def test_a_monitor_rolls_a_canary_back_that_users_like(monitor, canary):
+    chain = GatedChain()
+    policy = GatePolicy((*POLICY.limits, Limit.parse(monitor, must_hold=False)), min_answers=20)
+    chain.answer([Answered("canary", 3, True, canary), Answered("stable", 2, False, AnswerFacts(30, tool_calls=2))] * 120)
+    look = chain.gate(policy, ranges={"length": Range(0.0, 100.0)}).look()
+    assert look.record.outcome == "rollback"
+    assert f"{monitor} is broken" in look.record.why
+    assert chain.target("canary") == 2
+
+
+def test_an_evaluation_is_made_once_and_is_evidence():
+    chain = GatedChain()
+    evaluations = Evaluations()
+    policy = GatePolicy(evaluate=True)
+    gate = chain.gate(policy, evaluator=evaluations)
+    look = gate.look()
+    assert look.is_evaluating
+    assert evaluations.started == [(3, 2, 1)]
+    assert gate.look().is_evaluating
+    evaluations.result = EvaluationResult(None, 1, "it took too long")
+    assert gate.look().is_evaluating
+    assert chain.records()[-1].evaluation == evaluations.result
+    evaluations.result = EvaluationResult(True, 2, "the command exited with code 0", {"accuracy": 0.5})
+    look = chain.gate(policy, evaluator=evaluations).look()  # another process continues with the second attempt
+    assert evaluations.started[-1] == (3, 2, 2)
+    look = gate.look()
+    assert look.record.outcome == "promote"
+    assert look.record.evaluation.scores == {"accuracy": 0.5}
+    assert chain.target("stable") == 3
+
+
+def test_a_refused_evaluation_rolls_back():
+    chain = GatedChain()
+    evaluations = Evaluations()
+    gate = chain.gate(GatePolicy(evaluate=True), evaluator=evaluations)
+    gate.look()
+    evaluations.result = EvaluationResult(False, 1, "the command exited with code 1")
+    assert gate.look().moved.kind == "rollback"
+
+
+def test_an_evaluation_ends_with_its_canary():
+    chain = GatedChain()
+    evaluations = Evaluations()
+    gate = chain.gate(GatePolicy(evaluate=True), evaluator=evaluations)
+    gate.look()
+    chain.promote(4, "canary")
+    before = evaluations.stopped
+    gate.look()
+    assert evaluations.stopped > before
+    assert evaluations.started[-1] == (4, 2, 1)
+
+
+def test_a_new_canary_is_judged_anew():
+    chain = GatedChain()
+    gate = chain.gate()
+    chain.traffic(0.1, 0.9)
+    assert gate.look().record.outcome == "rollback"
+    chain.promote(3, "canary")
+    assert gate.look().record.limits[0].canary.count == 0
+    chain.traffic(0.95, 0.5, seed=1)
+    assert gate.look().record.outcome == "promote"
+    assert chain.moves("canary") == [("promote", 3), ("rollback", 2), ("promote", 3)]
+
+
+def test_another_share_changes_nothing_for_the_gate():
+    chain = GatedChain()
+    gate = chain.gate()
+    chain.traffic(0.9, 0.5, 20)
+    before = gate.look().record.answers
+    chain.chain.writer("canary").set_share(900_000)
+    chain.traffic(0.9, 0.5, seed=1)
+    look = gate.look()
+    assert look.record.outcome == "promote"
+    assert look.record.canary.move == 0
+    assert 0 < before < look.record.limits[0].canary.count
+
+
+def test_a_channel_that_was_moved_since_the_decision_stays_where_it_is():
+    chain = GatedChain()
+    chain.traffic(0.9, 0.5)
+    decided = chain.gate(dry_run=True).look().record
+    assert decided.outcome == "promote"
+    chain.store.put_if_absent(live_keys.gate_key("canary", 0, 0), decided.to_bytes())  # the gate died here
+    chain.promote(1, "stable")
+    look = chain.gate().look()
+    assert (look.state, look.moved) == ("decided", None)
+    assert chain.target("stable") == 1
+
+
+def test_a_move_is_not_repeated_after_somebody_took_it_back():
+    chain = GatedChain()
+    chain.traffic(0.9, 0.5)
+    gate = chain.gate()
+    gate.look()
+    chain.chain.rollback("stable")
+    look = gate.look()
+    assert (look.state, look.moved) == ("decided", None)
+    assert chain.gate().look().moved is None
+    assert chain.moves("stable") == [("promote", 2), ("promote", 3), ("rollback", 2)]
+
+
+def test_a_rollback_leads_to_the_present_version_of_stable():
+    chain = GatedChain()
+    chain.traffic(0.1, 0.9)
+    decided = chain.gate(dry_run=True).look().record
+    chain.store.put_if_absent(live_keys.gate_key("canary", 0, 0), decided.to_bytes())
+    chain.promote(4, "stable")
+    assert chain.gate().look().moved.target.seq == 4
+
+
+def test_of_two_gates_one_decides():
+    chain = GatedChain()
+    first, second = chain.gate(), chain.gate(GatePolicy((Limit.parse("solved:+0", must_hold=True),), min_answers=20))
+    first.look()
+    second.look()
+    chain.traffic(0.9, 0.5)
+    assert first.look().record.outcome == "promote"
+    assert second.look().state == "idle"
+    assert chain.moves("canary") == [("promote", 3)]
+
+
+def test_a_dry_run_writes_nothing():
+    chain = GatedChain()
+    chain.traffic(0.9, 0.5)
+    before = len(chain.store.calls)
+    look = chain.gate(dry_run=True).look()
+    assert (look.state, look.record.outcome, look.moved) == ("decided", "promote", None)
+    assert {each.op for each in chain.store.calls[before:]} <= {"get", "head", "list"}
+
+
+def test_evidence_that_nobody_trusted_signed_moves_nothing():
+    chain = GatedChain(key=KEY)
+    chain.traffic(0.5, 0.5)
+    record = dataclasses.replace(chain.gate(dry_run=True).look().record, outcome="promote")
+    chain.store.put_if_absent(live_keys.gate_key("canary", 0, 0), record.to_bytes())
+    with pytest.raises(SignatureInvalid):
+        chain.gate().look()
+    assert chain.target("stable") == 2
+
+
+def test_evidence_of_another_canary_is_refused():
+    chain = GatedChain()
+    record = chain.gate(dry_run=True).look().record
+    chain.store.put_if_absent(live_keys.gate_key("canary", 0, 5), record.to_bytes())
+    with pytest.raises(CorruptRecord):
+        chain.gate().look()
+
+
+def test_there_may_be_no_canary():
+    chain = GatedChain()
+    assert chain.gate(canary="beta").look().state == "waiting"
+    chain.chain.rollback("canary", to=2)
+    assert chain.gate().look().state == "idle"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "limit", "match"),
+    [((SOLVED,), "sloved", "not declared"), ((Metric("rating", type="float"),), "rating", "no range")],
+)
+def test_a_metric_that_cannot_be_judged_is_named(metrics, limit, match):
+    chain = GatedChain(metrics)
+    with pytest.raises(UnusableGate, match=match):
+        chain.gate(GatePolicy((Limit.parse(limit, must_hold=True),))).look()
