@@ -6,6 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,7 @@ def generator(policy: TinyPolicy, store: Store) -> Iterator[TransformersGenerato
 
 def test_the_model_is_built_from_the_chain_and_is_the_trainers_bit_for_bit(policy: TinyPolicy, generator: TransformersGenerator) -> None:
     assert bits(named_weights(generator.model)) == bits(named_weights(policy.model))
+    assert generator.engine == f"transformers {metadata.version('transformers')}"
     version = policy.publish(1)
     wait_until(lambda: generator.version == version, "the next version")
     assert bits(named_weights(generator.model)) == bits(named_weights(policy.model))

@@ -205,6 +205,7 @@ class Member:
     def _wait_for_heartbeat(self, state: MemberState, seconds: float) -> None:
         """Wait between two heartbeats: for less time if leases are short, if the state has changed, or if the engine has a new version."""
         started = time.monotonic()
+        state.engine = _engine_of(self._generator)  # it may know more of its engine now
         while not self._stop.is_set():
             passed = time.monotonic() - started
             version = self._generator.version

@@ -38,7 +38,7 @@ class TransformersGenerator:
     """
 
     engine = "transformers"
-    """The name of the engine, for heartbeats."""
+    """The name of the engine, for heartbeats. Objects add its release."""
 
     def __init__(
         self,
@@ -50,8 +50,11 @@ class TransformersGenerator:
         routing: bool = False,
         on_event: OnEvent | None = None,
     ) -> None:
+        import transformers  # imported here because it takes seconds
+
         self._prompts = FollowedFiles(store, Prompts.of, options=options)
         self.model, self._stop_tokens = build_model(self._prompts.first, device)
+        self.engine = f"transformers {transformers.__version__}"
         end = self._prompts.at(None).tokenizer.eos_token_id
         if end is not None:
             self._stop_tokens.add(end)

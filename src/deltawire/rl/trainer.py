@@ -367,7 +367,7 @@ class GrpoTrainer:
 
     def _tell_mismatch(self, tokens: TokenMismatch, members: tuple[str, ...]) -> None:
         """Emit the mismatch of the step, overall and in parts, and an alarm for each member that begins to stand out."""
-        engines = {one.member: one.engine for one in self._coordinator.members() if one.engine is not None}
+        engines = {one.member: one.engine.partition(" ")[0] for one in self._coordinator.members() if one.engine is not None}
         for group in mismatch_groups(tokens, members, engines):
             emit(self._on_event, "mismatch", step=self.step, by=group.by, group=group.name, **group.mismatch.fields)
         for one in self._alarm.note(tokens, members):

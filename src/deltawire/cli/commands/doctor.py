@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ..options.chain import RunOption, TrustOption, UrlArgument, reader_options
 from ..options.common import JsonOption, VerboseOption
+from ..options.engine import check_engine_url
 from ..output.figures import printable
 from ..output.terminal import print_json, print_wrapped, result_console
 from ..process.exit_codes import exit_codes
@@ -20,15 +21,6 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "note": "", "warning": "yellow", "wrong": "red"}
 _INDENT = 11
 """The columns before the text of a finding: the widest level, and two spaces on each side of it."""
-
-
-def _check_engine(url: str | None) -> str | None:
-    from ...engines.http_session import check_server_url
-
-    try:
-        return None if url is None else check_server_url(url)
-    except ValueError as error:
-        raise typer.BadParameter(f"{error}.") from None
 
 
 def doctor(
@@ -50,7 +42,7 @@ def doctor(
             metavar="URL",
             help="Also ask this vLLM server, such as http://127.0.0.1:8000.",
             show_default=False,
-            callback=_check_engine,
+            callback=check_engine_url,
         ),
     ] = None,
     trust: TrustOption = None,

@@ -16,7 +16,7 @@ from ..options.adapters import LoraOption, read_adapters, start_followers, with_
 from ..options.chain import HostCacheOption, PinOption, RelaysOption, RunOption, TrustOption, check_urls, reader_options
 from ..options.channels import ChannelOption
 from ..options.common import JsonLinesOption, ThreadsOption, VerboseOption
-from ..options.engine import Cache, CacheOption, Canary, CanaryOption
+from ..options.engine import Cache, CacheOption, Canary, CanaryOption, check_engine_url
 from ..options.member import check_member_name
 from ..options.metrics import MetricsOption, counted
 from ..options.network import MaxRateOption, MaxRequestsOption, store_options
@@ -52,15 +52,6 @@ class Confirm(str, enum.Enum):
     everything = "everything"
 
 
-def _check_engine(url: str) -> str:
-    from ...engines.http_session import check_server_url
-
-    try:
-        return check_server_url(url)
-    except ValueError as error:
-        raise typer.BadParameter(f"{error}.") from None
-
-
 def sidecar(
     engine: Annotated[
         str,
@@ -69,7 +60,7 @@ def sidecar(
             metavar="URL",
             help="The URL of the vLLM server, such as http://127.0.0.1:8000.",
             show_default=False,
-            callback=_check_engine,
+            callback=check_engine_url,
         ),
     ],
     sources: Annotated[

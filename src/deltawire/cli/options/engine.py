@@ -8,6 +8,16 @@ from typing import Annotated, TypeAlias
 import typer
 
 
+def check_engine_url(url: str | None) -> str | None:
+    """Return the URL of a server, if one is given. Anything else than the address of a server is wrong usage."""
+    from ...engines.http_session import check_server_url
+
+    try:
+        return None if url is None else check_server_url(url)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.") from None
+
+
 class Cache(str, enum.Enum):
     drop = "drop"
     keep = "keep"

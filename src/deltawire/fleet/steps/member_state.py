@@ -112,7 +112,7 @@ class MemberState:
     updates
         Returns where the time of the last update went. None while that is unknown.
     engine
-        The name of the engine, for people. None if it is unknown.
+        The name of the engine, and perhaps its release, for people. None if it is unknown. It can be set from outside.
     newest_board
         Epoch and number of the newest trusted board.
     policy

@@ -77,7 +77,7 @@ class VllmGenerator:
     """
 
     engine = "vllm"
-    """The name of the engine, for heartbeats."""
+    """The name of the engine, for heartbeats. Its release follows as soon as the server tells it."""
 
     def __init__(
         self,
@@ -189,6 +189,8 @@ class VllmGenerator:
             if self._model is None:
                 self._model = self._routes.model()
                 self._logprobs_mode, self._device = self._routes.settings()
+                if (release := self._routes.release()) is not None:
+                    self.engine = f"vllm {release}"
         except (EngineUnreachable, RouteFailed) as error:
             raise EngineUnavailable(str(error)) from error
         if self._logprobs_mode == "raw_logprobs" and (sampling.temperature, sampling.top_p) != (1.0, 1.0):
