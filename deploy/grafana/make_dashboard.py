@@ -92,6 +92,24 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Limits", "none", [(f"deltawire_gate_limit_mean{_RUN}", "{{limit}} {{group}}")]),
         ("Decisions", "none", [(f"deltawire_gate_decisions_total{_RUN}", "{{outcome}}")]),
     ],
+    "Gateways": [
+        ("Answers per second", "none", [(_rate("deltawire_gateway_answers_total", "route, channel"), "{{route}} {{channel}}")]),
+        ("Answers per second by version", "none", [(_rate("deltawire_gateway_version_answers_total", "seq"), "commit {{seq}}")]),
+        ("Time of an answer", "s", [(_p95("deltawire_gateway_answer_seconds", "route"), "{{route}}")]),
+        ("Engines that answer", "none", [(f"deltawire_gateway_engine_up{_RUN}", "{{engine}}")]),
+        (
+            "Recorded per second",
+            "none",
+            [
+                (_rate("deltawire_interactions_stored_total", "run"), "answers"),
+                (_rate("deltawire_feedback_stored_total", "run"), "feedback"),
+                (_rate("deltawire_interactions_unusable_total", "run"), "answers that cannot be recorded"),
+            ],
+        ),
+        ("Time to store feedback", "s", [(_p95("deltawire_store_feedback_seconds", "run"), "95%")]),
+        ("Refused per second", "none", [(_rate("deltawire_gateway_refusals_total", "reason"), "{{reason}}")]),
+        ("Recording stopped", "none", [(f"deltawire_recording_stopped{_RUN}", "{{instance}}")]),
+    ],
     "Faults": [
         (
             "Failures per second",

@@ -77,6 +77,18 @@
     ├── LiveError                   live traffic cannot be read
     │   ├── CorruptInteractions     a file of interactions breaks a rule of docs/protocol.md
     │   └── CorruptFeedback         a file of feedback breaks a rule of docs/protocol.md
+    ├── GatewayError                a gateway refuses a request
+    │   ├── RequestMalformed        the body, a header or a value breaks a rule
+    │   ├── RequestTooLarge         the body is larger than the gateway accepts
+    │   ├── KeyRefused              the API key is missing, unknown, or not meant for this route
+    │   ├── HostRefused             the request was sent to a name that the gateway does not have
+    │   ├── InteractionUnknown      there is no interaction or episode with that id
+    │   ├── InteractionExpired      feedback came after the metric's window
+    │   ├── FeedbackConflict        the id of this feedback was used for other feedback
+    │   ├── FeedbackNotStored       feedback could not be written to the store
+    │   ├── EnginesAway             no engine answered within the time limit
+    │   ├── EngineLost              an engine was lost in the middle of an answer
+    │   └── GatewayBusy             the gateway has too much to do
     ├── TrainingError               training cannot begin, or cannot go on
     │   ├── UnusableRows            rows of the dataset cannot be used for generation or training
     │   ├── UnusableSettings        settings do not fit the model, for example too long completions
@@ -597,6 +609,93 @@ class CorruptFeedback(LiveError):
     """A file of feedback is damaged, or breaks a rule of docs/protocol.md."""
 
     hint = "Nothing of it is used. Check which gateway wrote it, and who else can write to the store."
+
+
+class GatewayError(DeltawireError):
+    """A gateway refuses a request. `status` is the HTTP status of its answer."""
+
+    status = 500
+
+
+class RequestMalformed(GatewayError):
+    """The body of a request, a header or a value breaks a rule."""
+
+    hint = "Correct the request. docs/live.md describes each route."
+    status = 400
+
+
+class RequestTooLarge(GatewayError):
+    """The body of a request is larger than the gateway accepts."""
+
+    hint = "Send less, or start the gateway with a larger --most-bytes."
+    status = 413
+
+
+class KeyRefused(GatewayError):
+    """The API key is missing or unknown, or it is not meant for this route."""
+
+    hint = "Send the header `Authorization: Bearer KEY` with a key from the gateway's --keys file."
+    status = 401
+
+
+class HostRefused(GatewayError):
+    """A request was sent to a name that the gateway does not have."""
+
+    hint = "Use the address in numbers, or start the gateway with --name."
+    status = 421
+
+
+class InteractionUnknown(GatewayError):
+    """The gateway knows no interaction or episode with this id."""
+
+    hint = "Send the id of an answer that was recorded. An answer of another gateway is known a few seconds after it was given."
+    status = 404
+
+
+class InteractionExpired(GatewayError):
+    """Feedback came after the window of its metric."""
+
+    hint = "Send feedback earlier, or declare the metric with a longer window."
+    status = 410
+
+
+class FeedbackConflict(GatewayError):
+    """The id of this feedback was used before, for feedback with other contents."""
+
+    hint = "Send changed feedback with a new id and a higher revision."
+    status = 409
+
+
+class FeedbackNotStored(GatewayError):
+    """The store did not confirm this feedback, so it may be lost."""
+
+    hint = "Send it again with the same feedback_id: it counts once."
+    status = 503
+    retryable = True
+
+
+class EnginesAway(GatewayError):
+    """No engine of the channel answered within the time limit."""
+
+    hint = "Check that the engines run, and that their versions are on their channel."
+    status = 503
+    retryable = True
+
+
+class EngineLost(GatewayError):
+    """An engine was lost in the middle of an answer, after its beginning had been sent."""
+
+    hint = "Send the request again."
+    status = 502
+    retryable = True
+
+
+class GatewayBusy(GatewayError):
+    """The gateway has more requests at once than it is allowed to have."""
+
+    hint = "Send the request again later."
+    status = 429
+    retryable = True
 
 
 class TrainingError(DeltawireError):

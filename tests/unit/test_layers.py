@@ -28,6 +28,7 @@ LAYERS = [
     {"planning"},
     {"dashboard"},
     {"engines"},
+    {"gateway"},
     {"trainers"},
     {"rl"},
     {"testing", "cli"},

@@ -34,6 +34,7 @@ from .commands import (
     fleet,
     follow,
     gate,
+    gateway,
     gc,
     inspect,
     keygen,
@@ -48,6 +49,7 @@ from .commands import (
     report,
     rollback,
     rollouts,
+    serve,
     show,
     sidecar,
     top,
@@ -60,6 +62,7 @@ from .process.exit_codes import interrupt_on_termination
 from .process.usage_errors import CommandsWithJsonErrors
 
 _CHAINS, _FLEET, _FILES = "Chains of versions in an object store", "Fleets that make rollouts", "Delta files"
+_LIVE = "Live traffic"
 
 app = typer.Typer(
     name="deltawire",
@@ -99,6 +102,8 @@ app.command("members", cls=PlainCommand, rich_help_panel=_FLEET)(members.members
 app.command("rollouts", cls=PlainCommand, rich_help_panel=_FLEET)(rollouts.rollouts)
 app.command("plan", cls=PlainCommand, rich_help_panel=_FLEET)(plan.plan)
 app.command("top", cls=PlainCommand, rich_help_panel=_FLEET)(top.top)
+app.command("gateway", cls=PlainCommand, rich_help_panel=_LIVE)(gateway.gateway)
+app.command("serve", cls=PlainCommand, rich_help_panel=_LIVE)(serve.serve)
 app.command("diff", cls=PlainCommand, rich_help_panel=_FILES)(diff.diff)
 app.command("apply", cls=PlainCommand, rich_help_panel=_FILES)(apply.apply)
 app.command("inspect", cls=PlainCommand, rich_help_panel=_FILES)(inspect.inspect)

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from ..errors import DeltawireError
+from .host_names import accepts_host
 from .observer import Observer
 from .page_files import DOCUMENT, SCRIPTS, STYLE, TYPES, page_file
 from .plain_values import short
@@ -132,22 +133,6 @@ class DashboardServer(ThreadingHTTPServer):
             self._open.discard(request)
         self._free.release()
 
-    def accepts_host(self, header: str | None) -> bool:
-        """Return whether a `Host` header is this server's own: an address in numbers, localhost, or one of the given names."""
-        try:
-            name = urlsplit(f"//{header}").hostname
-        except ValueError:
-            return False
-        if not name:
-            return False
-        if name in self.names:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
-
 
 class _Handler(BaseHTTPRequestHandler):
     server: DashboardServer
@@ -157,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_SECONDS
 
     def do_GET(self) -> None:
-        if not self.server.accepts_host(self.headers.get("Host")):
+        if not accepts_host(self.headers.get("Host"), self.server.names):
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server does not have that name; see --name of `deltawire dashboard`")
         elif self.headers.get("Sec-Fetch-Site", "none") == "cross-site" and self.path != "/":
             self._refuse(HTTPStatus.FORBIDDEN, "other websites may not read this page")

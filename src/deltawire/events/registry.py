@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from .kinds import engines, gates, members, publishers, readers, relays, store, trainers
+from .kinds import engines, gates, gateways, members, publishers, readers, relays, store, trainers
 from .kinds.kind import EventKind
 
 GROUPS: dict[str, tuple[EventKind, ...]] = {
@@ -19,6 +19,7 @@ GROUPS: dict[str, tuple[EventKind, ...]] = {
     "Supervised members": members.SUPERVISED,
     "Trainers": trainers.KINDS,
     "Gates": gates.KINDS,
+    "Gateways": gateways.KINDS,
     "Seen in the store": store.KINDS,
 }
 """The kinds by the part of the library that emits them, as the documentation has them."""

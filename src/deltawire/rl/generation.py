@@ -25,7 +25,7 @@ from ..subscribe.model_files import FollowedFiles, ModelFiles
 from ..tensors.checkpoint_layout import CheckpointLayout
 from ..tensors.torch_types import to_torch
 from .routing_recorder import RoutingRecorder
-from .sampling import passes_of, sample
+from .sampling import ForwardPass, passes_of, sample
 
 
 class TransformersGenerator:
@@ -63,6 +63,21 @@ class TransformersGenerator:
         self._recorder = open_recorder(self.model, on_event) if routing else None
         self._poll = poll
         self._is_following = False
+
+    @property
+    def forward_pass(self) -> ForwardPass:
+        """Entered around every forward pass of `model`. It yields the version of the weights."""
+        return self._passes
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """The tokens that end a completion."""
+        return frozenset(self._stop_tokens)
+
+    @property
+    def prompts(self) -> Prompts:
+        """The tokenizer of the current version."""
+        return self._prompts.at(self.version)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
         """Return the token ids of the rows' prompts, by the tokenizer of the current version."""

@@ -228,7 +228,7 @@ def _generator(options: MemberOptions, name: str, store: Store, on_event: OnEven
 
     return TransformersGenerator(
         store,
-        device=_device(options.device),
+        device=pick_device(options.device),
         options=_reader_options(options, name),
         poll=options.poll,
         routing=options.routing,
@@ -258,7 +258,7 @@ def _require_transformers() -> None:
         ) from None
 
 
-def _device(name: str) -> str:
+def pick_device(name: str) -> str:
     import torch
 
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from ..fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, neve
 from ..format.records.trainer_records import Sampling
 from ..format.routing import MISSING, RecordedExperts, RoutingLayout
 from .routing_recorder import RoutingRecorder
+
+_AnyRow = TypeVar("_AnyRow")
 
 ForwardPass = Callable[[], contextlib.AbstractContextManager[Version]]
 """Entered around every forward pass. It yields the version of the weights and prevents swaps until it is left."""
@@ -70,7 +72,7 @@ def sample(
     rows = [_Row() for _ in repeated]
     if not rows:
         return []
-    batch = _Batch(model, repeated)
+    batch = Batch(model, repeated)
     chance = torch.Generator(device=batch.device).manual_seed(sampling.seed)
     with torch.inference_mode():
         while any(row.is_live for row in rows):
@@ -138,10 +140,17 @@ class _Row:
         return Generated(np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), spans, self.finished, routing)
 
 
-class _Batch:
+class Batch:
     """The input of the next forward pass: first the left-padded prompts, then one token per row on top of the KV cache.
 
     Ended rows stay in the batch until half of it has ended, because removing rows copies the cache.
+
+    Parameters
+    ----------
+    model
+        The model.
+    prompts
+        The token ids of each prompt, at least one.
     """
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
@@ -157,7 +166,7 @@ class _Batch:
         self._cache: Any = None
         self._members = list(range(len(prompts)))
 
-    def rows(self, rows: Sequence[_Row]) -> list[_Row]:
+    def rows(self, rows: Sequence[_AnyRow]) -> list[_AnyRow]:
         """Return the rows that are still in the batch, in its order."""
         return [rows[member] for member in self._members]
 
@@ -183,7 +192,15 @@ class _Batch:
         return [rows[mask] for rows, mask in zip(by_row, kept, strict=True)]
 
     def advance(self, tokens: torch.Tensor, is_live: Sequence[bool]) -> None:
-        """Make the drawn tokens the input of the next pass."""
+        """Make the drawn tokens the input of the next pass.
+
+        Parameters
+        ----------
+        tokens
+            The token of each row.
+        is_live
+            Whether each row goes on.
+        """
         self._input = tokens[:, None]
         self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
         self._positions = self._positions[:, -1:] + 1

@@ -391,6 +391,72 @@ _ALL = (
         ),
         ("limit", "group"),
     ),
+    # Gateways
+    Metric(
+        "deltawire_gateway_answers",
+        "counter",
+        "The gateway has answered this many requests, by route and channel.",
+        (Change("answered", _one, _text("route", "channel")),),
+        ("route", "channel"),
+    ),
+    Metric(
+        "deltawire_gateway_answer_seconds",
+        "histogram",
+        "The gateway answered a request in this time.",
+        (Change("answered", _field("seconds"), _text("route")),),
+        ("route",),
+    ),
+    Metric(
+        "deltawire_gateway_version_answers",
+        "counter",
+        "The engines that answered had this version, by the number of the commit.",
+        (Change("answered", _one, _text("seq")),),
+        ("seq",),
+    ),
+    Metric(
+        "deltawire_gateway_refusals",
+        "counter",
+        "The gateway refused this many requests, or lost an engine in the middle of an answer, by the class of the error.",
+        (Change("request-refused", _one, _text("error")), Change("answer-failed", _one, _text("error"))),
+        ("reason",),
+    ),
+    Metric(
+        "deltawire_gateway_engine_up",
+        "gauge",
+        "It is 1 if the engine answers.",
+        (Change("engine-back", _one, _text("engine")), Change("engine-away", _zero, _text("engine"))),
+        ("engine",),
+    ),
+    Metric(
+        "deltawire_interactions_stored",
+        "counter",
+        "This many answers are recorded in the store.",
+        (Change("interactions-stored", _field("interactions")),),
+    ),
+    Metric(
+        "deltawire_interactions_unusable",
+        "counter",
+        "This many answers were given, but could not be recorded.",
+        (Change("interaction-unusable", _one),),
+    ),
+    Metric(
+        "deltawire_recording_stopped",
+        "gauge",
+        "It is 1 if the gateway does not record answers, because the journal is full or cannot be written.",
+        (Change("recording-stopped", _one), Change("recording-resumed", _zero)),
+    ),
+    Metric(
+        "deltawire_feedback_stored",
+        "counter",
+        "This many pieces of feedback are in the store.",
+        (Change("feedback-stored", _field("feedback")),),
+    ),
+    Metric(
+        "deltawire_store_feedback_seconds",
+        "histogram",
+        "The store confirmed a file of feedback in this time.",
+        (Change("feedback-stored", _field("seconds")),),
+    ),
 )
 
 METRICS: dict[str, Metric] = {metric.full_name: metric for metric in _ALL}

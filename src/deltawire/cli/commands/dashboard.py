@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
-import re
 import threading
 import webbrowser
 from collections.abc import Collection
@@ -15,6 +13,7 @@ import typer
 
 from ..options.chain import URL_HELP, RunOption, TrustOption, check_url, reader_options
 from ..options.common import JsonLinesOption
+from ..options.server import NamesOption, check_address
 from ..output.terminal import print_json_line, print_line, print_notice
 from ..process.ending import Ending
 from ..process.exit_codes import exit_codes
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 _PORT = 7700
 _NOTICE_SECONDS = 0.5
-_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _LONGEST_ENDING = 5.0
 """The command ends at most this many seconds after a signal, also while the store does not answer."""
 
@@ -40,15 +38,6 @@ def _server(observer: Observer, host: str, port: int | None, names: Collection[s
         if port is not None or error.errno != errno.EADDRINUSE:
             raise
         return DashboardServer(observer, host=host, names=names)
-
-
-def check_address(host: str) -> str:
-    """Return the address to listen on. One that is not in numbers is wrong usage."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        raise typer.BadParameter(f"{host!r} is not an address. Give one in numbers, such as 127.0.0.1 or 0.0.0.0.") from None
-    return host
 
 
 def dashboard(
@@ -68,15 +57,7 @@ def dashboard(
             callback=check_address,
         ),
     ] = "127.0.0.1",
-    name: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--name",
-            metavar="HOST",
-            help="Also answer browsers that reach this machine by this name. May be repeated.",
-            show_default=False,
-        ),
-    ] = None,
+    name: NamesOption = None,
     every: Annotated[float, typer.Option("--every", min=0.2, metavar="SECONDS", help="Look at the store this often.")] = 2.0,
     opened_in_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     trust: TrustOption = None,
@@ -88,7 +69,6 @@ def dashboard(
     The page needs only the store, and never writes to it. It shows the chain, members, tasks, rewards, readers and faults, and the changes
     of each version. If the store does not answer, or holds no such run, the page and a notice say so, and the command tries again.
     """
-    check_names(name or ())
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING):
         from ...dashboard.observer import Observer, ObserverOptions
         from ...store import StoreOptions
@@ -129,12 +109,3 @@ def _tell_problems(observer: Observer, stop: threading.Event) -> None:
         if (problem := observer.problem) != told and problem is not None:
             print_notice(f"will try again: {problem}")
         told = problem
-
-
-def check_names(names: Collection[str]) -> None:
-    """Refuse names that no browser can send, such as one with a port."""
-    for name in names:
-        if not _NAME.fullmatch(name):
-            raise typer.BadParameter(
-                f"--name is {name!r}, which is not the name of a host. Give it without scheme and port, such as gpu-7."
-            )

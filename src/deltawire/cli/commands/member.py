@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from types import FrameType
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,6 +24,7 @@ from ..output.member_lines import MemberLines
 from ..output.terminal import print_json_line, print_labelled, print_wrapped
 from ..process.ending import Ending
 from ..process.exit_codes import exit_codes
+from ..process.leaving import leaving_on_signals
 
 _LONGEST_ENDING = 30.0
 """The command ends at most this many seconds after a signal. Leaving takes less time, unless something hangs."""
@@ -103,7 +101,7 @@ def member(
         if leave_with_stdin:
             threading.Thread(target=_leave_with_stdin, args=(stop,), name="deltawire-stdin", daemon=True).start()
         with (
-            _leaving_on_signals(stop),
+            leaving_on_signals(stop),
             Ending(_LONGEST_ENDING) as ending,
             nullcontext(_print_as_json) if json else _View() as output,
             counted(metrics, ending.with_output(output), name) as on_event,
@@ -113,22 +111,6 @@ def member(
 
 def _print_as_json(event: Event) -> None:
     print_json_line(event.to_json())
-
-
-@contextmanager
-def _leaving_on_signals(stop: threading.Event) -> Iterator[None]:
-    def leave(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    numbers = [number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, leave) for number in numbers}  # `nohup` ignores SIGHUP, and so do we
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _leave_with_stdin(stop: threading.Event) -> None:

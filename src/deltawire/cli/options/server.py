@@ -1,0 +1,49 @@
+"""Options of commands that listen on a port."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Annotated, TypeAlias
+
+import typer
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+
+
+def check_address(host: str) -> str:
+    """Return the address to listen on. One that is not in numbers is wrong usage."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise typer.BadParameter(f"{host!r} is not an address. Give one in numbers, such as 127.0.0.1 or 0.0.0.0.") from None
+    return host
+
+
+def check_names(names: list[str] | None) -> list[str] | None:
+    """Return the names. A name that no client can send, such as one with a port, is wrong usage."""
+    for name in names or ():
+        if not _NAME.fullmatch(name):
+            raise typer.BadParameter(
+                f"--name is {name!r}, which is not the name of a host. Give it without scheme and port, such as gpu-7."
+            )
+    return names
+
+
+NamesOption: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--name",
+        metavar="HOST",
+        help="Also answer clients that reach this machine by this name. May be repeated.",
+        show_default=False,
+        callback=check_names,
+    ),
+]
+PortOption: TypeAlias = Annotated[
+    int, typer.Option("--port", min=0, max=65535, metavar="PORT", help="Serve at this port; 0 takes a free one.")
+]
+HostOption: TypeAlias = Annotated[
+    str,
+    typer.Option("--host", metavar="ADDRESS", help="Listen on this address. Everybody who reaches it can use it.", callback=check_address),
+]

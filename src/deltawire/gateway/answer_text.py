@@ -1,0 +1,138 @@
+"""Reads what a caller got: the text of each choice, refusals and tool calls. It decides only what monitors count and what people read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..format.interactions import AnswerFacts
+from .event_stream import EventSplitter, event_value
+
+_REFUSING = (
+    "i can't",
+    "i cannot",
+    "i can’t",
+    "i'm sorry, but",
+    "i’m sorry, but",
+    "i am sorry, but",
+    "i'm unable",
+    "i won't",
+    "i am unable",
+)
+
+
+@dataclass(slots=True)
+class ChoiceText:
+    """The text of one choice, and its tool calls."""
+
+    text: str = ""
+    refused: bool = False
+    finish: str | None = None
+    calls: dict[int, list[str]] = field(default_factory=dict)
+    """The name and the arguments of each tool call."""
+
+    def facts(self, length: int, tools: frozenset[str]) -> AnswerFacts:
+        """Return what monitors count. A tool call is valid if the request has the tool, and the arguments are a JSON object."""
+        good = sum(name in tools and _is_object(arguments) for name, arguments in self.calls.values())
+        refused = self.refused or self.text.lstrip().lower().startswith(_REFUSING)
+        return AnswerFacts(length, refused, good, len(self.calls) - good)
+
+
+def read_answer(route: str, copies: Sequence[bytes]) -> dict[int, ChoiceText]:
+    """Return the choices of an answer by their indexes. Whatever cannot be read is left out.
+
+    Parameters
+    ----------
+    route
+        "chat", "completions" or "responses".
+    copies
+        The bytes that were sent to the caller.
+    """
+    found: dict[int, ChoiceText] = {}
+    for value in _values(b"".join(copies)):
+        try:
+            if route == "responses":
+                _read_response(value, found)
+            else:
+                _read_choices(value, found)
+        except (AttributeError, TypeError, KeyError):  # another form than OpenAI's
+            continue
+    return found
+
+
+def tool_names(body: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the tools that a request offers."""
+    names: set[str] = set()
+    tools = body.get("tools")
+    for tool in tools if isinstance(tools, list) else ():
+        if isinstance(tool, dict):
+            inner = tool.get("function")
+            name = inner.get("name") if isinstance(inner, dict) else tool.get("name")
+            if isinstance(name, str):
+                names.add(name)
+    return frozenset(names)
+
+
+def request_messages(body: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the conversation of a request as (role, text)."""
+    prompt = body.get("messages", body.get("input", body.get("prompt")))
+    if isinstance(prompt, str):
+        return [("user", prompt)]
+    if not isinstance(prompt, list):
+        return []
+    messages = [each for each in prompt if isinstance(each, dict)]
+    return [(str(each.get("role", "user")), _content(each.get("content"))) for each in messages]
+
+
+def _values(data: bytes) -> Iterable[Any]:
+    if data.lstrip()[:1] == b"{":
+        try:
+            yield json.loads(data)
+        except (ValueError, RecursionError):
+            return
+    else:
+        for event in EventSplitter().feed(data + b"\n\n"):
+            if isinstance(value := event_value(event), dict):
+                yield value
+
+
+def _read_choices(value: Mapping[str, Any], found: dict[int, ChoiceText]) -> None:
+    for choice in value.get("choices") or ():
+        one = found.setdefault(int(choice.get("index", 0)), ChoiceText())
+        one.finish = choice.get("finish_reason") or one.finish
+        message = choice.get("message") or choice.get("delta") or {}
+        one.text += _content(choice.get("text") or message.get("content"))
+        one.refused |= bool(message.get("refusal"))
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            parts = one.calls.setdefault(int(call.get("index", number)), ["", ""])
+            parts[0] += str(call["function"].get("name") or "")
+            parts[1] += str(call["function"].get("arguments") or "")
+
+
+def _read_response(value: Mapping[str, Any], found: dict[int, ChoiceText]) -> None:
+    if "type" in value and value["type"] not in ("response.completed", "response.incomplete"):
+        return
+    response = value.get("response", value)
+    one = found[0] = ChoiceText()
+    for item in response.get("output") or ():
+        if item.get("type") == "function_call":
+            one.calls[len(one.calls)] = [str(item.get("name")), str(item.get("arguments"))]
+        elif item.get("type") == "message":
+            one.text += _content(item.get("content"))
+            one.refused |= any(part.get("type") == "refusal" for part in item.get("content") or ())
+    one.finish = "length" if response.get("status") == "incomplete" else "stop"
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

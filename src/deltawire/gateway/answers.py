@@ -1,0 +1,307 @@
+"""Turns answers into interactions: pure functions over plain values, which the journal keeps as JSON.
+
+An *intent* says that an answer was given. Together with what the engine drew ("calls", see `engines.answer_table`) it becomes a *row*: the
+completions of one request. A file of interactions is made from many rows.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from ..chain.version import Version
+from ..engines.routed_experts import ModelRouters, read_captured_experts, read_vllm_experts
+from ..engines.vllm.driver.token_route import LabelledTokens, read_choice
+from ..errors import CorruptInteractions, EngineError
+from ..events import OnEvent
+from ..fleet.member_routing import join_routing
+from ..format.interactions import MAX_MESSAGES, MAX_TEXT, MAX_WORD, AnswerFacts, ConversationText, Interaction, Interactions, Message
+from ..format.records.canonical import Fields
+from ..format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
+from ..format.routing import RecordedExperts, RoutingLayout
+from .answer_text import ChoiceText, read_answer, request_messages, tool_names
+from .options import Redact
+from .requests import AskedFor
+
+_SUFFIX = re.compile(r"-(\d{1,6})$")
+
+
+def intent_of(asked: AskedFor, *, engine: str, seq: int | None, channel: str | None, user: str | None) -> dict[str, Any]:
+    """Return the intent of a request.
+
+    Parameters
+    ----------
+    asked
+        The request.
+    engine
+        The address of the engine.
+    seq
+        The version that the engine had when it got the request.
+    channel
+        The channel of the engine.
+    user
+        The hash of the user.
+    """
+    return {
+        "id": asked.id,
+        "time": asked.time,
+        "route": asked.route,
+        "model": _printable(asked.model),
+        "train": asked.train,
+        "temperature": asked.number("temperature"),
+        "top_p": asked.number("top_p"),
+        "choices": asked.choices,
+        "episode": asked.episode,
+        "user": user,
+        "channel": channel,
+        "caller": asked.caller.name,
+        "tags": asked.tags,
+        "engine": engine,
+        "seq": seq,
+    }
+
+
+class Unusable(Exception):
+    """An answer cannot be recorded. The text says why."""
+
+
+def row_of(
+    intent: Mapping[str, Any],
+    calls: Any,
+    *,
+    logprobs: str | None,
+    oldest: int | None,
+    asked: AskedFor | None = None,
+    copies: Sequence[bytes] = (),
+    redact: Redact | None = None,
+    keeps_text: bool = False,
+    routers: Callable[[], ModelRouters | None] = lambda: None,
+) -> dict[str, Any]:
+    """Return the row of an answer. Raises `Unusable` if there is nothing to record, or if what the engine says cannot be used.
+
+    Parameters
+    ----------
+    intent
+        What the gateway knew when it gave the answer.
+    calls
+        What the engine drew.
+    logprobs
+        The kind of its log-probs.
+    oldest
+        The oldest version that the engine had since it got the request. It is used for tokens without a label.
+    asked, copies
+        The request and the bytes of the answer. Without them the row has no text, and facts are counted from tokens alone.
+    redact
+        Decides what is recorded.
+    keeps_text
+        Whether the row has the text of the conversation.
+    routers
+        Returns the routers of the model. It is asked only if the engine recorded experts.
+    """
+    texts = {} if asked is None else read_answer(intent["route"], copies)
+    tools = frozenset[str]() if asked is None else tool_names(asked.body)
+    if not isinstance(calls, list) or not calls or (len(calls) > 1 and intent["route"] != "completions"):
+        raise Unusable("the engine drew several answers, or none, for one prompt.")
+    if len(calls) > 1:
+        calls = sorted(calls, key=lambda call: int(found[1]) if (found := _SUFFIX.search(str(call.get("request_id")))) else 0)
+    row: dict[str, Any] = {"interactions": [], "prompts": [], "completions": []}
+    try:
+        for number, call in enumerate(calls):
+            prompt = _ids(call["prompt_token_ids"])
+            drawn = [_read(choice) for choice in call["choices"]]
+            for index, each in enumerate(drawn):
+                if not each.tokens:
+                    continue
+                choice = number * int(intent["choices"]) + index
+                one = _interaction(intent, call, choice, each, texts.get(choice, ChoiceText()), tools, logprobs)
+                kept = _redacted(one, asked, texts.get(choice), redact, keeps_text)
+                if kept is None:
+                    continue
+                row["interactions"].append(kept.plain())
+                row["completions"].append(_completion(len(row["prompts"]), each, oldest, routers, len(prompt)))
+            row["prompts"].append(_packed(prompt, "<i4"))
+    except (KeyError, TypeError, ValueError, OverflowError, EngineError) as error:
+        raise Unusable(f"what the engine drew cannot be read: {error!r:.300}.") from None
+    if not row["completions"]:
+        raise Unusable("nothing of the answer may be recorded, or it has no tokens.")
+    return row
+
+
+def file_of(
+    session: str,
+    number: int,
+    run: str,
+    rows: Sequence[Mapping[str, Any]],
+    version: Callable[[int], Version],
+    *,
+    on_event: OnEvent | None = None,
+) -> Interactions:
+    """Return a file of interactions. Raises `CorruptInteractions` if a row cannot be read, and what `version` raises.
+
+    Parameters
+    ----------
+    session
+        The session of the gateway.
+    number
+        The number of the file.
+    run
+        The id of the run.
+    rows
+        The rows.
+    version
+        Returns the version in a commit.
+    on_event
+        Called with events about routing.
+    """
+    interactions: list[Interaction] = []
+    prompts: list[NDArray[np.int32]] = []
+    completions: list[Completion] = []
+    experts: list[RecordedExperts | None] = []
+    try:
+        for row in rows:
+            first = len(prompts)
+            interactions += [Interaction.of(Fields(dict(each), "interactions")) for each in row["interactions"]]
+            prompts += [_unpacked(each, "<i4") for each in row["prompts"]]
+            for prompt, tokens, logprobs, spans, finished, routing in row["completions"]:
+                drawn = _unpacked(tokens, "<i4")
+                completions.append(
+                    Completion(
+                        prompt=first + prompt,
+                        tokens=drawn,
+                        logprobs=_unpacked(logprobs, "<f4"),
+                        mask=np.ones(len(drawn), np.uint8),
+                        rewards=(),
+                        spans=tuple(TokenSpan(*span) for span in spans),
+                        finished=finished,
+                    )
+                )
+                experts.append(None if routing is None else _experts(routing))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise CorruptInteractions(f"a row of the journal cannot be read: {error!r:.200}.") from None
+    found = {seq: version(seq) for seq in sorted({span.seq for one in completions for span in one.spans})}
+    rollouts = Rollouts(
+        run,
+        0,
+        0,
+        0,
+        member=session,
+        nonce=blake3(session.encode()).hexdigest()[:32],
+        prompts=tuple(prompts),
+        completions=tuple(completions),
+        reward_names=(),
+        versions={seq: ClaimedVersion(each.step or 0, each.digest) for seq, each in found.items()},
+        routing=join_routing(prompts, completions, experts, on_event=on_event),
+    )
+    return Interactions(number, tuple(interactions), rollouts)
+
+
+def _read(choice: Any) -> LabelledTokens:
+    reason = choice["finish_reason"]
+    return read_choice({**choice, "finish_reason": "stop" if reason in ("tool_calls", "function_call") else reason})
+
+
+def _interaction(
+    intent: Mapping[str, Any],
+    call: Mapping[str, Any],
+    choice: int,
+    drawn: LabelledTokens,
+    text: ChoiceText,
+    tools: frozenset[str],
+    logprobs: str | None,
+) -> Interaction:
+    temperature, top_p = (float(intent[name] if call.get(name) is None else call[name]) for name in ("temperature", "top_p"))
+    is_exact = logprobs == "processed_logprobs" or (temperature, top_p) == (1.0, 1.0)
+    facts: AnswerFacts = text.facts(len(drawn.tokens), tools)
+    return Interaction(
+        id=intent["id"],
+        time=intent["time"],
+        route=intent["route"],
+        model=intent["model"],
+        finish=_printable(text.finish or ("stop" if drawn.finished else "length"))[:MAX_WORD],
+        train=bool(intent["train"]) and is_exact,  # log-probs of another distribution would spoil training
+        temperature=temperature,
+        top_p=top_p,
+        facts=facts,
+        episode=intent["episode"],
+        choice=choice,
+        user=intent["user"],
+        channel=intent["channel"],
+        caller=intent["caller"],
+        tags=intent["tags"],
+    )
+
+
+def _redacted(
+    one: Interaction, asked: AskedFor | None, text: ChoiceText | None, redact: Redact | None, keeps_text: bool
+) -> Interaction | None:
+    """Return what may be recorded. Without the conversation a user's rule cannot decide, so nothing is."""
+    if redact is None and not keeps_text:
+        return one
+    if asked is None or text is None:
+        return None if redact is not None else one
+    messages = [{"role": role, "content": content} for role, content in request_messages(asked.body)]
+    shown: Mapping[str, Any] | None
+    shown = {"messages": messages, "answer": text.text, "tags": dict(one.tags), "route": one.route, "model": one.model}
+    shown = shown if redact is None else redact(shown)
+    if shown is None:
+        return None
+    kept = tuple(Message(_printable(str(each["role"]))[:MAX_WORD] or "-", str(each["content"])) for each in shown["messages"])
+    fits = 1 <= len(kept) <= MAX_MESSAGES and sum(len(each.content) for each in kept) + len(shown["answer"]) <= MAX_TEXT
+    values = {name: getattr(one, name) for name in one.__dataclass_fields__}
+    values |= {"tags": dict(shown["tags"]), "train": one.train and bool(shown.get("train", True))}
+    if keeps_text and fits:
+        values["text"] = ConversationText(kept, str(shown["answer"]))
+    return Interaction(**values)
+
+
+def _completion(
+    prompt: int, drawn: LabelledTokens, oldest: int | None, routers: Callable[[], ModelRouters | None], prompt_tokens: int
+) -> list[Any]:
+    if drawn.spans is not None:
+        spans = [[span.start, span.end, _seq(span.label)] for span in drawn.spans if span.end > span.start]
+    elif oldest is not None:
+        spans = [[0, len(drawn.tokens), oldest]]
+    else:
+        raise ValueError("the engine does not tell which version it has")
+    routing = None
+    if drawn.experts is not None and (known := routers()) is not None:
+        read = read_captured_experts if isinstance(drawn.experts, dict) else read_vllm_experts
+        recorded = read(drawn.experts, known, prompt_tokens + len(drawn.tokens))
+        layout = recorded.layout
+        routing = [[layout.experts, layout.top_k, list(layout.layers)], list(recorded.experts.shape), _packed(recorded.experts, "<i2")]
+    return [prompt, _packed(_ids(drawn.tokens), "<i4"), _packed(drawn.logprobs, "<f4"), spans, drawn.finished, routing]
+
+
+def _experts(routing: Sequence[Any]) -> RecordedExperts:
+    (experts, top_k, layers), shape, data = routing
+    return RecordedExperts(RoutingLayout(experts, top_k, tuple(layers)), _unpacked(data, "<i2").reshape(shape))
+
+
+def _seq(label: str) -> int:
+    if not (label.isascii() and label.isdigit() and len(label) < 20):
+        raise ValueError(f"the weights have the label {label[:40]!r}, which is no version")
+    return int(label)
+
+
+def _ids(tokens: Any) -> list[int]:
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens):
+        raise ValueError("token ids are no list of numbers")
+    return tokens
+
+
+def _packed(values: Any, dtype: str) -> str:
+    return base64.b64encode(np.asarray(values, dtype).tobytes()).decode()
+
+
+def _unpacked(text: str, dtype: str) -> NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype)
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)

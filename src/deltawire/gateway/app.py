@@ -1,0 +1,245 @@
+"""The routes of a gateway, and the checks that every request passes: its host, its key, its size."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ..dashboard.host_names import accepts_host
+from ..errors import GatewayBusy, GatewayError, HostRefused, KeyRefused, RequestMalformed
+from ..events import OnEvent, emit
+from ..format.feedback import Feedback
+from .api_keys import ApiKeys, Caller
+from .bodies import (
+    CallerGone,
+    Headers,
+    Receive,
+    Scope,
+    Send,
+    error_body,
+    headers_of,
+    parse_object,
+    read_body,
+    send_bytes,
+    send_json,
+    until_gone,
+)
+from .engine_pool import EnginePool
+from .feedback import FeedbackIntake, derived_id, read_feedback
+from .options import GatewayOptions
+from .otlp import EvaluationResult, read_results, response_body
+from .proxy import Proxy
+from .requests import ROUTES, read_request
+
+_MOST_FEEDBACK_BODY = 64 << 10
+_MOST_OTLP_BODY = 4 << 20
+_LABELS = {"true": True, "pass": True, "yes": True, "false": False, "fail": False, "no": False}
+
+Handler = Callable[[Scope, Headers, Caller, Receive, Send], Awaitable[None]]
+
+
+class Endpoint:
+    """One route. It checks a request, calls a handler, and turns errors into answers.
+
+    Parameters
+    ----------
+    gateway
+        The gateway.
+    handler
+        Answers requests.
+    is_open
+        Whether the route needs no API key.
+    is_feedback
+        Whether callers who may send only feedback may use it.
+    """
+
+    def __init__(self, gateway: GatewayApp, handler: Handler, *, is_open: bool = False, is_feedback: bool = False) -> None:
+        self._gateway, self._handler, self._is_open, self._is_feedback = gateway, handler, is_open, is_feedback
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        headers = headers_of(scope)
+        has_begun = False
+
+        async def sending(message: Any) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            if not accepts_host(headers.get("host"), self._gateway.names):
+                raise HostRefused("this gateway does not have that name.")
+            caller = Caller() if self._is_open else self._gateway.keys.caller(headers)
+            if caller.only_feedback and not self._is_feedback:
+                raise KeyRefused("this API key is only for feedback.")
+            with self._gateway.counted():
+                await self._handler(scope, headers, caller, receive, sending)
+        except CallerGone:
+            return
+        except GatewayError as error:
+            if has_begun:
+                raise
+            emit(self._gateway.on_event, "request-refused", route=str(scope["path"])[:64], status=error.status, error=type(error).__name__)
+            more = {"www-authenticate": "Bearer"} if error.status == 401 else {"retry-after": "1"} if error.retryable else {}
+            await send_json(send, error_body(error), status=error.status, headers={**more, "connection": "close"})
+
+
+class GatewayApp:
+    """The routes of a gateway.
+
+    Parameters
+    ----------
+    options
+        How the gateway serves.
+    session
+        The session of the gateway.
+    pool
+        The engines.
+    proxy
+        Answers requests.
+    feedback
+        Stores feedback.
+    keys
+        The API keys.
+    metrics
+        Returns the metrics for Prometheus as text, or None.
+    on_event
+        Called with "request-refused".
+    """
+
+    def __init__(
+        self,
+        options: GatewayOptions,
+        session: str,
+        pool: EnginePool,
+        proxy: Proxy,
+        feedback: FeedbackIntake,
+        keys: ApiKeys,
+        *,
+        metrics: Callable[[], bytes] | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        self._options, self._session, self._pool, self._proxy, self._feedback = options, session, pool, proxy, feedback
+        self.keys = keys
+        self.names = {"localhost", *(name.lower() for name in options.names)}
+        self.on_event = on_event
+        self._metrics = metrics
+        self._requests = 0
+
+    def build(self) -> Any:
+        """Return the application for a server."""
+        from fastapi import FastAPI
+        from starlette.routing import Route
+
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+        for path in ROUTES:
+            app.router.routes.append(Route(path, Endpoint(self, self._answer), methods=["POST"]))
+        for path, handler in (("/feedback", self._take_feedback), ("/v1/logs", self._take_otlp), ("/v1/traces", self._take_otlp)):
+            app.router.routes.append(Route(path, Endpoint(self, handler, is_feedback=True), methods=["POST"]))
+        app.router.routes.append(Route("/v1/models", Endpoint(self, self._models), methods=["GET"]))
+        app.router.routes.append(Route("/healthz", Endpoint(self, self._health, is_open=True), methods=["GET"]))
+        app.router.routes.append(Route("/metrics", Endpoint(self, self._tell_metrics, is_open=True), methods=["GET"]))
+        return app
+
+    @contextlib.contextmanager
+    def counted(self) -> Any:
+        """Count a request inside the context. Raises `GatewayBusy` if there are too many."""
+        if self._requests >= self._options.most_requests:
+            raise GatewayBusy(f"the gateway has {self._requests:,} requests at once.")
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
+
+    async def _answer(self, scope: Scope, headers: Headers, caller: Caller, receive: Receive, send: Send) -> None:
+        raw = await read_body(receive, headers, self._options.most_bytes)
+        asked = read_request(ROUTES[scope["path"]], parse_object(raw), headers, caller, consent=self._options.consent)
+        if "content-encoding" in headers:
+            raw = b""  # it was decompressed, so it is written anew
+        work = asyncio.ensure_future(self._proxy.answer(asked, raw, headers, send))
+        gone = asyncio.ensure_future(until_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise CallerGone
+            await work
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+
+    async def _take_feedback(self, scope: Scope, headers: Headers, caller: Caller, receive: Receive, send: Send) -> None:
+        body = parse_object(await read_body(receive, headers, _MOST_FEEDBACK_BODY))
+        if not isinstance(is_dry := body.get("dryrun") or False, bool):
+            raise RequestMalformed("dryrun must be true or false.")
+        feedback = await self._feedback.check(read_feedback(body, caller, key=headers.get("idempotency-key")))
+        if not is_dry:
+            await self._feedback.store(feedback)
+        await send_json(send, {"feedback_id": feedback.id})
+
+    async def _take_otlp(self, scope: Scope, headers: Headers, caller: Caller, receive: Receive, send: Send) -> None:
+        """Take evaluation results of an OpenTelemetry exporter. What cannot be used is counted in the answer, as exporters expect."""
+        kind = headers.get("content-type", "application/x-protobuf")
+        is_traces = scope["path"] == "/v1/traces"
+        results = read_results(await read_body(receive, headers, _MOST_OTLP_BODY), kind, is_traces=is_traces)
+        good, rejected, why = [], 0, ""
+        for result in results:
+            try:
+                good.append(await self._feedback.check(feedback_of(result, caller)))
+            except GatewayError as error:
+                rejected, why = rejected + 1, f"{type(error).__name__}: {error}"
+        stored = await asyncio.gather(*map(self._feedback.store, good), return_exceptions=True)
+        for outcome in stored:
+            if isinstance(outcome, GatewayError) and outcome.retryable:
+                raise outcome
+            if isinstance(outcome, BaseException):
+                rejected, why = rejected + 1, f"{type(outcome).__name__}: {outcome}"
+        data = response_body(rejected, why, kind, is_traces=is_traces)
+        await send_bytes(send, data, "application/json" if "json" in kind else "application/x-protobuf")
+
+    async def _models(self, scope: Scope, headers: Headers, caller: Caller, receive: Receive, send: Send) -> None:
+        import httpx
+
+        for _ in range(3):
+            engine = await self._pool.take(self._pool.main)
+            try:
+                found = await self._pool.client.get(engine.address.url + "/v1/models", headers=self._pool.headers, timeout=60.0)
+                await send_bytes(send, found.content, found.headers.get("content-type", "application/json"), status=found.status_code)
+                return
+            except (httpx.HTTPError, OSError) as error:
+                self._pool.lost(engine, str(error))
+            finally:
+                self._pool.give_back(engine)
+        raise GatewayBusy("the engines were lost while they answered.")
+
+    async def _health(self, scope: Scope, headers: Headers, caller: Caller, receive: Receive, send: Send) -> None:
+        up = sum(engine.up for engine in self._pool.engines)
+        await send_json(send, {"session": self._session, "engines": len(self._pool.engines), "up": up}, status=200 if up else 503)
+
+    async def _tell_metrics(self, scope: Scope, headers: Headers, caller: Caller, receive: Receive, send: Send) -> None:
+        if self._metrics is None:
+            await send_json(send, {"error": "metrics need the package prometheus_client"}, status=404)
+        else:
+            await send_bytes(send, self._metrics(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+def feedback_of(result: EvaluationResult, caller: Caller) -> Feedback:
+    """Return an evaluation result as feedback. The same result gives the same id, so one that is exported twice counts once.
+
+    Raises `RequestMalformed` if it names no answer, or has no value.
+    """
+    told = result.attributes
+    value = told.get("gen_ai.evaluation.score.value")
+    if value is None:
+        label = told.get("gen_ai.evaluation.score.label")
+        value = _LABELS.get(label.lower(), label) if isinstance(label, str) else None
+    target = {"inference_id": told.get("gen_ai.response.id"), "episode_id": told.get("deltawire.episode.id")}
+    if target["inference_id"] is None and target["episode_id"] is None:
+        target["episode_id"] = told.get("gen_ai.conversation.id")
+    name = told.get("gen_ai.evaluation.name")
+    parts = (str(target), str(name), repr(value), str(result.time), result.span, caller.name or "")
+    body = {**target, "metric_name": name, "value": value, "revision": told.get("deltawire.revision")}
+    return read_feedback({**body, "feedback_id": derived_id("otlp", *parts)}, caller)

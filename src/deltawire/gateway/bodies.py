@@ -1,0 +1,114 @@
+"""Reads the bodies of requests and writes answers, for plain ASGI applications. The memory that a request takes is bounded."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, TypeAlias
+
+from ..errors import GatewayError, RequestMalformed, RequestTooLarge
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers: TypeAlias = Mapping[str, str]
+
+
+class CallerGone(Exception):
+    """The caller has closed its connection."""
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """Return the headers of a request by their names in lower case. Of several with one name, the last counts."""
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+async def read_body(receive: Receive, headers: Headers, most: int) -> bytes:
+    """Return the body of a request. Raises `RequestTooLarge` as soon as it is known to be too large, and `CallerGone`."""
+    length = headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > most):
+        raise RequestTooLarge(f"the body has {length[:24]} bytes; {most:,} are allowed.")
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise CallerGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > most:
+            raise RequestTooLarge(f"the body has more than {most:,} bytes.")
+        parts.append(part)
+        if not message.get("more_body"):
+            break
+    body = b"".join(parts)
+    encoding = headers.get("content-encoding", "identity").strip().lower()
+    if encoding in ("gzip", "deflate"):
+        return _inflated(body, most)
+    if encoding not in ("", "identity"):
+        raise RequestMalformed(f"the body has the encoding {encoding[:40]!r}; gzip and deflate are known.")
+    return body
+
+
+def _inflated(body: bytes, most: int) -> bytes:
+    stream = zlib.decompressobj(wbits=47)  # gzip or zlib
+    try:
+        found = stream.decompress(body, most + 1)
+    except zlib.error as error:
+        raise RequestMalformed(f"the body cannot be decompressed: {error}.") from None
+    if len(found) > most:
+        raise RequestTooLarge(f"the body expands to more than {most:,} bytes.")
+    if not stream.eof:
+        raise RequestMalformed("the compressed body ends early.")
+    return found
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in a body. Raises `RequestMalformed` for anything else."""
+    try:
+        found = json.loads(body, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise RequestMalformed("the body is nested too deeply.") from None
+    except ValueError as error:  # also wrong UTF-8, and numbers with thousands of digits
+        raise RequestMalformed(f"the body is not JSON: {str(error)[:200]}.") from None
+    if not isinstance(found, dict):
+        raise RequestMalformed(f"the body is a {type(found).__name__} instead of a JSON object.")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def dump(value: Any) -> bytes:
+    """Return a value as JSON without spaces."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def error_body(error: GatewayError) -> dict[str, Any]:
+    """Return an error as OpenAI's clients expect it."""
+    return {"error": {"message": str(error), "type": type(error).__name__, "param": None, "code": error.status}}
+
+
+async def send_json(send: Send, value: Any, *, status: int = 200, headers: Headers | None = None) -> None:
+    """Send an answer in JSON."""
+    await send_bytes(send, dump(value), "application/json", status=status, headers=headers)
+
+
+async def send_bytes(send: Send, data: bytes, kind: str, *, status: int = 200, headers: Headers | None = None) -> None:
+    """Send a whole answer."""
+    listed = {"content-type": kind, "content-length": str(len(data)), **(headers or {})}
+    await send_start(send, status, listed)
+    await send({"type": "http.response.body", "body": data})
+
+
+async def send_start(send: Send, status: int, headers: Headers) -> None:
+    """Send the beginning of an answer."""
+    pairs = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return when the caller has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

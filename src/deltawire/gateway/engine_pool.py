@@ -1,0 +1,227 @@
+"""Knows which engines run and which version each has, and chooses one for a request.
+
+An engine that was probed successfully is up. It gets requests if its version is on its channel. While no engine of a channel can answer,
+requests wait: an engine that swaps, restarts or is repaired is used again as soon as a probe finds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..engines.answer_table import ENGINE_ROUTE
+from ..errors import EnginesAway
+from ..events import OnEvent, emit
+from .options import EngineAddress
+
+_PROBE_SECONDS = 10.0
+"""An engine that does not answer a probe within this time is away. A busy one answers late."""
+_MOST_STATE = 1 << 16
+
+
+class Channels(Protocol):
+    """The questions that the pool asks about channels."""
+
+    def rank(self, channel: str | None, seq: int | None) -> int | None:
+        """Return how good a version is for a channel: 0 for its present version, more for earlier ones, None if it was never there."""
+
+
+@dataclass(slots=True, eq=False)
+class PooledEngine:
+    """An engine, and what the last probe found.
+
+    Parameters
+    ----------
+    address
+        Its address and channel.
+    up
+        Whether it answers.
+    seq
+        The number of its version. None if it has none, or does not tell.
+    keeps_answers
+        Whether it has the routes of `engines.answer_table`.
+    running
+        Whether it generates. While it is paused, requests wait there.
+    logprobs
+        The kind of its log-probs. None if it does not tell.
+    in_flight
+        The number of requests that it is answering.
+    """
+
+    address: EngineAddress
+    up: bool = False
+    seq: int | None = None
+    keeps_answers: bool = False
+    running: bool = True
+    logprobs: str | None = None
+    in_flight: int = 0
+
+
+class EnginePool:
+    """The engines of a gateway. Use it from one event loop.
+
+    Parameters
+    ----------
+    addresses
+        The engines.
+    channels
+        Knows which versions are on which channel.
+    client
+        The HTTP client.
+    key
+        The API key that engines ask for.
+    probe
+        Seconds between two probes of an engine.
+    patience
+        Seconds that a request waits for an engine.
+    on_event
+        Called with "engine-away" and "engine-back".
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[EngineAddress],
+        channels: Channels,
+        client: Any,
+        *,
+        key: str | None = None,
+        probe: float = 0.25,
+        patience: float = 300.0,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        self.engines = tuple(PooledEngine(address) for address in addresses)
+        self.main = self.engines[0].address.channel
+        """The channel of users who belong to no other."""
+        self.client = client
+        self.headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        """The headers that every request to an engine has."""
+        self._channels = channels
+        self._probe, self._patience = probe, patience
+        self._on_event = on_event
+        self._changed = asyncio.Event()
+        self._turn = itertools.count()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._hurry = {id(engine): asyncio.Event() for engine in self.engines}
+
+    @property
+    def channels(self) -> set[str | None]:
+        """The channels that some engine follows."""
+        return {engine.address.channel for engine in self.engines}
+
+    def start(self) -> None:
+        """Begin to probe the engines."""
+        self._tasks = [asyncio.create_task(self._watch(engine)) for engine in self.engines]
+
+    async def close(self) -> None:
+        """Stop probing."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def wake(self) -> None:
+        """Let waiting requests look for an engine again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def take(self, channel: str | None, avoided: PooledEngine | None = None) -> PooledEngine:
+        """Return an engine for a request of this channel, and count the request. Raises `EnginesAway` after `patience`.
+
+        If no engine of the channel can answer, one of the main channel does.
+        """
+        deadline = asyncio.get_running_loop().time() + self._patience
+        while (found := self._best(channel, avoided) or self._best(self.main, avoided)) is None:
+            avoided = None  # it may be the only one
+            changed = self._changed
+            if (found := self._best(channel, None) or self._best(self.main, None)) is not None:
+                break
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                raise EnginesAway(self._why(channel))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(changed.wait(), left)
+        found.in_flight += 1
+        return found
+
+    def give_back(self, engine: PooledEngine) -> None:
+        """Say that a request has ended."""
+        engine.in_flight -= 1
+
+    def lost(self, engine: PooledEngine, reason: str) -> None:
+        """Say that an engine did not answer a request. It gets no more of them until a probe finds it."""
+        self._set_away(engine, reason)
+        self._hurry[id(engine)].set()
+
+    def _best(self, channel: str | None, avoided: PooledEngine | None) -> PooledEngine | None:
+        ranked = [
+            (rank, not engine.running, engine.in_flight, (index + next(self._turn)) % len(self.engines), index)
+            for index, engine in enumerate(self.engines)
+            if engine.up and engine is not avoided and engine.address.channel == channel
+            if engine.seq is not None or not engine.keeps_answers  # it has no version yet, or its weights are unknown
+            if (rank := self._channels.rank(channel, engine.seq)) is not None
+        ]
+        return self.engines[min(ranked)[-1]] if ranked else None
+
+    def _why(self, channel: str | None) -> str:
+        name = "the chain" if channel is None else f"channel {channel!r}"
+        told = [f"{engine.address.url}: {'version ' + str(engine.seq) if engine.up else 'away'}" for engine in self.engines]
+        return f"no engine with a version of {name} answered within {self._patience:g} s ({', '.join(told)[:500]})."
+
+    async def _watch(self, engine: PooledEngine) -> None:
+        hurry = self._hurry[id(engine)]
+        while True:
+            await self.look(engine)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(hurry.wait(), self._probe)
+                hurry.clear()
+                await asyncio.sleep(min(self._probe, 0.05))
+
+    async def look(self, engine: PooledEngine) -> None:
+        """Ask an engine for its state, and note it."""
+        try:
+            state, keeps = await self._state(engine)
+        except Exception as error:  # the answer of an engine may be anything
+            self._set_away(engine, f"{type(error).__name__}: {str(error)[:200]}")
+            return
+        label = state.get("label", state.get("weight_version"))
+        seq = int(label) if isinstance(label, str) and label.isascii() and label.isdigit() and len(label) < 20 else None
+        mode = state.get("logprobs")
+        before = (engine.up, engine.seq, engine.keeps_answers, engine.running)
+        was_up, engine.up, engine.seq, engine.keeps_answers = engine.up, True, seq, keeps
+        engine.logprobs = mode if isinstance(mode, str) else None
+        engine.running = state.get("running", True) is not False
+        if not was_up:
+            emit(self._on_event, "engine-back", engine=engine.address.url, seq=seq)
+        if before != (True, seq, keeps, engine.running):
+            self.wake()
+
+    async def _state(self, engine: PooledEngine) -> tuple[dict[str, Any], bool]:
+        """Ask for the state of an engine. vLLM without our middleware has another route. Other servers tell only that they run."""
+        for route, keeps in ((ENGINE_ROUTE, True), ("/weight_info", False), ("/health", False)):
+            async with asyncio.timeout(_PROBE_SECONDS) if hasattr(asyncio, "timeout") else contextlib.nullcontext():
+                response = await self.client.get(engine.address.url + route, headers=self.headers, timeout=_PROBE_SECONDS)
+            if response.status_code == 200:
+                found = json.loads(response.content) if response.content[:1] == b"{" and len(response.content) <= _MOST_STATE else {}
+                return (found if isinstance(found, dict) else {}), keeps
+            if response.status_code not in (401, 403, 404, 405):
+                break
+        raise EnginesAway(f"{route} answered with status {response.status_code}.")
+
+    def _set_away(self, engine: PooledEngine, reason: str) -> None:
+        if engine.up:
+            engine.up = False
+            emit(self._on_event, "engine-away", engine=engine.address.url, reason=reason)
+
+
+def http_client() -> Any:
+    """Return the client for requests to engines. It uses no proxy and follows no redirect, as `engines.http_session` does not."""
+    import httpx
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30.0)
+    timeout = httpx.Timeout(3600.0, connect=10.0)
+    return httpx.AsyncClient(trust_env=False, verify=ssl.create_default_context(), limits=limits, timeout=timeout)

@@ -1,0 +1,267 @@
+"""Takes feedback: checks it, writes it to the store together with other feedback that waits, and acknowledges it only then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from blake3 import blake3
+
+from ..errors import (
+    DeltawireError,
+    FeedbackConflict,
+    FeedbackNotStored,
+    GatewayBusy,
+    InteractionExpired,
+    InteractionUnknown,
+    RequestMalformed,
+)
+from ..events import OnEvent, emit
+from ..format.feedback import MAX_FEEDBACK_BYTES, MAX_METRIC_NAME, MAX_REVISION, MAX_TEXT_VALUE, Feedback, FeedbackFile, Value, check_float
+from ..format.live_parts import INFERENCE_ID, new_inference_id
+from ..format.records.live_records import Metric
+from ..store.base import Store
+from ..store.live_keys import LiveKey, feedback_key
+from .api_keys import Caller
+from .known_ids import Known, KnownIds
+from .requests import check_tags, read_id
+
+_FIELDS = {"inference_id", "episode_id", "metric_name", "value", "tags", "feedback_id", "revision", "dryrun"}
+_MOST_WAITING = 8192
+_MOST_SEEN = 100_000
+_BATCH = 512
+_REFRESH_SECONDS = 1.0
+_LATE_SECONDS = 60.0
+"""Only the store's clock decides when a window ends. The gateway refuses feedback that is later than this by its own clock."""
+
+
+def read_feedback(body: Mapping[str, Any], caller: Caller, *, key: str | None = None) -> Feedback:
+    """Read feedback in TensorZero's form. Raises `RequestMalformed`.
+
+    Parameters
+    ----------
+    body
+        The JSON object of the request.
+    caller
+        The sender.
+    key
+        The header Idempotency-Key, which gives the feedback its id if the body has none.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    if unknown := given.keys() - _FIELDS:
+        raise RequestMalformed(f"feedback has no field {min(map(str, unknown))[:80]!r}; it has {', '.join(sorted(_FIELDS))}.")
+    targets = [name for name in ("inference_id", "episode_id") if name in given]
+    if len(targets) != 1:
+        raise RequestMalformed("feedback needs an inference_id or an episode_id, and not both.")
+    target = read_id(given[targets[0]], targets[0])
+    if targets == ["inference_id"] and not INFERENCE_ID.fullmatch(target):
+        raise InteractionUnknown(f"{target} is not the id of an interaction.")
+    metric, revision = given.get("metric_name"), given.get("revision", 0)
+    if not isinstance(metric, str) or not 1 <= len(metric) <= MAX_METRIC_NAME or not metric.isprintable():
+        raise RequestMalformed(f"metric_name must be a printable text of 1 to {MAX_METRIC_NAME} characters.")
+    if type(revision) is not int or not 0 <= revision <= MAX_REVISION:
+        raise RequestMalformed(f"revision must be a whole number from 0 to {MAX_REVISION:,}.")
+    now = time.time_ns() // 1_000_000
+    if "feedback_id" in given:
+        name = read_id(given["feedback_id"], "feedback_id")
+    else:
+        name = new_inference_id(now) if key is None else derived_id("key", caller.name or "", key)
+    return Feedback(
+        id=name,
+        metric=metric,
+        value=_value(given.get("value")),
+        inference=target if targets == ["inference_id"] else None,
+        episode=target if targets == ["episode_id"] else None,
+        revision=revision,
+        time=now,
+        tags=check_tags(given.get("tags", {}), "tags"),
+        caller=None if caller.feedback_on_all else caller.name,
+    )
+
+
+def derived_id(*parts: str) -> str:
+    """Return an id that the same parts always give, a UUID of version 8."""
+    digest = bytearray(blake3("\0".join(parts).encode(errors="replace")).digest(16))
+    digest[6], digest[8] = digest[6] & 0x0F | 0x80, digest[8] & 0x3F | 0x80
+    return str(uuid.UUID(bytes=bytes(digest)))
+
+
+def _value(value: Any) -> Value:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)) and abs(value) < 1e30 and check_float(float(value)):
+        return float(value)
+    if isinstance(value, str) and 1 <= len(value) <= MAX_TEXT_VALUE and not any(0xD800 <= ord(each) < 0xE000 for each in value):
+        return value
+    raise RequestMalformed(f"value must be true, false, a number from -10^9 to 10^9, or a text of 1 to {MAX_TEXT_VALUE:,} characters.")
+
+
+@dataclass(slots=True)
+class _Waiting:
+    feedback: Feedback
+    content: bytes
+    stored: asyncio.Future[None]
+
+
+class FeedbackIntake:
+    """Stores feedback. Use it from one event loop.
+
+    Parameters
+    ----------
+    store
+        The store.
+    run
+        The id of the run.
+    session
+        The session of the gateway.
+    known
+        Knows which interactions exist.
+    metrics
+        Returns the declared metrics by name.
+    seconds
+        Seconds that the store has to confirm feedback.
+    on_event
+        Called with "feedback-stored" and "feedback-waits".
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        session: str,
+        known: KnownIds,
+        metrics: Callable[[], Mapping[str, Metric]],
+        *,
+        seconds: float = 30.0,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        self._store, self._run, self._session, self._known, self._metrics = store, run, session, known, metrics
+        self._seconds = seconds
+        self._on_event = on_event
+        self._number = 0
+        self._waiting: list[_Waiting] = []
+        self._seen: OrderedDict[str, _Waiting] = OrderedDict()
+        self._arrived = asyncio.Event()
+        self._refreshing: asyncio.Task[None] | None = None
+        self._refreshed = -_REFRESH_SECONDS
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to store feedback."""
+        self._task = asyncio.create_task(self._commit())
+
+    async def close(self) -> None:
+        """Stop. Feedback that was not stored was not acknowledged either."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def check(self, feedback: Feedback) -> Feedback:
+        """Return the feedback as its metric has it. Raises `InteractionUnknown`, `InteractionExpired` or `RequestMalformed`."""
+        known = self._find(feedback)
+        if known is None:
+            await self._refresh()
+            known = self._find(feedback)
+        kind, target = feedback.target
+        if known is None or (feedback.caller is not None and feedback.caller != known.caller):
+            raise InteractionUnknown(f"there is no {kind} {target} on which this caller may give feedback.")
+        metric = self._metrics().get(feedback.metric)
+        if metric is None:
+            return feedback
+        if metric.level != kind:
+            raise RequestMalformed(f"the metric {metric.name!r} is about an {metric.level}, not about an {kind}.")
+        if metric.type == "float" and isinstance(feedback.value, bool):
+            feedback = replace(feedback, value=float(feedback.value))
+        if metric.number(feedback.value) is None:
+            allowed = "true or false" if metric.type == "boolean" else f"a number from {metric.lowest:g} to {metric.highest:g}"
+            raise RequestMalformed(f"the value of the metric {metric.name!r} must be {allowed}.")
+        if time.time() - known.time / 1000 > metric.window + _LATE_SECONDS:
+            raise InteractionExpired(f"the window of the metric {metric.name!r} ended; it is {metric.window:,} s long.")
+        return feedback
+
+    async def store(self, feedback: Feedback) -> None:
+        """Return when the store has the feedback.
+
+        Raises `FeedbackConflict` if its id was used for other feedback, `FeedbackNotStored` if the store does not confirm it in time, and
+        `GatewayBusy`.
+        """
+        content = blake3(repr(replace(feedback, time=0)).encode(errors="replace")).digest(16)
+        found = self._seen.get(feedback.id)
+        if found is None:
+            if len(self._waiting) >= _MOST_WAITING:
+                raise GatewayBusy("too much feedback waits for the store.")
+            found = self._seen[feedback.id] = _Waiting(feedback, content, asyncio.get_running_loop().create_future())
+            self._waiting.append(found)
+            self._arrived.set()
+            while len(self._seen) > _MOST_SEEN and next(iter(self._seen.values())).stored.done():
+                self._seen.popitem(last=False)
+        elif found.content != content:
+            raise FeedbackConflict(f"feedback {feedback.id} was sent before, with other contents.")
+        try:
+            await asyncio.wait_for(asyncio.shield(found.stored), self._seconds)
+        except asyncio.TimeoutError:
+            raise FeedbackNotStored(f"the store did not confirm feedback {feedback.id} within {self._seconds:g} s.") from None
+
+    def _find(self, feedback: Feedback) -> Known | None:
+        kind, target = feedback.target
+        return self._known.inference(target) if kind == "inference" else self._known.episode(target)
+
+    async def _refresh(self) -> None:
+        """Read which interactions other gateways have stored, at most once in a while, and once for all who ask."""
+        now = asyncio.get_running_loop().time()
+        if self._refreshing is None and now - self._refreshed < _REFRESH_SECONDS:
+            return
+        if self._refreshing is None:
+            self._refreshing = asyncio.create_task(self._read_store())
+        await asyncio.shield(self._refreshing)
+
+    async def _read_store(self) -> None:
+        try:
+            with contextlib.suppress(DeltawireError):  # the id stays unknown, and the sender may try again
+                await asyncio.to_thread(self._known.refresh, self._store)
+        finally:
+            self._refreshed, self._refreshing = asyncio.get_running_loop().time(), None
+
+    async def _commit(self) -> None:
+        """Store everything that waits as one object, again and again. A put that failed is repeated with the same bytes."""
+        while True:
+            while not self._waiting:
+                self._arrived.clear()
+                await self._arrived.wait()
+            data, batch = self._next_file()
+            key = feedback_key(LiveKey(self._session, self._number, blake3(data).hexdigest()))
+            problem: str | None = None
+            start = time.monotonic()
+            while True:
+                try:
+                    await asyncio.to_thread(functools.partial(self._store.put, key, data))
+                    break
+                except DeltawireError as error:
+                    if str(error) != problem:
+                        problem = str(error)
+                        emit(self._on_event, "feedback-waits", reason=problem)
+                    await asyncio.sleep(1.0)
+            for each in batch:
+                each.stored.set_result(None)
+            emit(self._on_event, "feedback-stored", number=self._number, feedback=len(batch), seconds=time.monotonic() - start)
+            self._number += 1
+
+    def _next_file(self) -> tuple[bytes, list[_Waiting]]:
+        """Take what fits into one object."""
+        count = min(_BATCH, len(self._waiting))
+        while True:
+            batch = self._waiting[:count]
+            file = FeedbackFile(self._run, self._session, self._number, tuple(each.feedback for each in batch))
+            if count == 1 or sum(len(repr(each.feedback)) for each in batch) * 6 < MAX_FEEDBACK_BYTES:  # a character takes 6 bytes at most
+                data = file.to_bytes()
+                break
+            count = (count + 1) // 2
+        del self._waiting[:count]
+        return data, batch

@@ -1,0 +1,109 @@
+"""Serves an ASGI application with uvicorn until an event is set. What comes before the body of a request has a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+ENDING_SECONDS = 10.0
+"""Answers that were begun have this long to end."""
+
+_MOST_HEAD = 64 << 10
+
+
+def bounded_http() -> Any:
+    """Return the protocol class for uvicorn, whose own class for httptools sets no limit. The one in Python, "h11", does."""
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ImportError:
+        return "h11"
+
+    class BoundedHttp(HttpToolsProtocol):  # type: ignore[misc,unused-ignore]
+        """Closes a connection whose request line and headers are too long."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self._head = 0
+
+        def data_received(self, data: bytes) -> None:
+            self._head += len(data)
+            if self._head > _MOST_HEAD + len(data):  # the head went on for more than the limit before this piece
+                self.send_400_response("The head of the request is too long.")
+                return
+            super().data_received(data)
+
+        def on_headers_complete(self) -> None:
+            self._head = -1 << 62
+            super().on_headers_complete()
+
+        def on_message_begin(self) -> None:
+            self._head = 0
+            super().on_message_begin()
+
+    return BoundedHttp
+
+
+async def listen(app: Any, host: str, port: int, stop: threading.Event, on_ready: Callable[[str], Any]) -> None:
+    """Serve until the event is set.
+
+    Parameters
+    ----------
+    app
+        The application.
+    host
+        The address to listen on.
+    port
+        The port; 0 takes a free one.
+    stop
+        Set this event to end serving.
+    on_ready
+        Called with the address of the server when it accepts requests.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        server = _server(app)
+        address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
+        serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+        ending = asyncio.ensure_future(_until_set(stop))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.005)
+        if server.started:
+            on_ready(address)
+        await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await serving
+        ending.cancel()
+
+
+def _server(app: Any) -> Any:
+    """Return uvicorn's server, without its signal handlers: the program that runs it has its own."""
+    import uvicorn
+
+    class Server(uvicorn.Server):  # type: ignore[misc,unused-ignore]
+        @contextlib.contextmanager
+        def capture_signals(self) -> Any:
+            yield
+
+    config = uvicorn.Config(
+        app,
+        http=bounded_http(),
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        backlog=2048,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(ENDING_SECONDS),
+    )
+    return Server(config)
+
+
+async def _until_set(stop: threading.Event) -> None:
+    while not stop.is_set():
+        await asyncio.sleep(0.05)

@@ -1,0 +1,123 @@
+"""The options of a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..engines.http_session import check_server_url
+from ..format.live_parts import GATEWAY_NAME
+from ..format.records.record_parts import READER
+
+Redact: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
+"""Called with what would be recorded of an answer: "messages", "answer", "tags", "route", "model".
+
+It returns what may be recorded, with "train": False if the answer must not be trained on. None records nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """The address of an engine, and the channel that it follows.
+
+    Parameters
+    ----------
+    url
+        The address of its server.
+    channel
+        The channel that it follows. None if it follows the chain itself.
+    """
+
+    url: str
+    channel: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> EngineAddress:
+        """Read [CHANNEL=]URL. Raises `ValueError` for anything else."""
+        channel, equals, url = text.partition("=")
+        if not equals or "/" in channel:
+            return cls(check_server_url(text))
+        if not READER.fullmatch(channel):
+            raise ValueError(f"{channel!r} is not the name of a channel")
+        return cls(check_server_url(url), channel)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """Say how a gateway serves and records.
+
+    Parameters
+    ----------
+    engines
+        The engines. Users who belong to no other channel get the channel of the first one.
+    name
+        The name of the gateway, in the keys of what it records.
+    journal
+        The directory that keeps what the store does not have yet. It must survive a restart of the gateway.
+    journal_bytes
+        The most bytes of the journal. When it is full, answers are no longer recorded.
+    share
+        The part of the answers that is recorded, from 0 to 1.
+    consent
+        Whether an answer may be trained on if its request does not say so in the header `x-deltawire-consent`.
+    text
+        Whether the text of conversations is recorded, after redaction.
+    redact
+        Decides what is recorded of an answer.
+    keys
+        The file with API keys. Without one everybody who reaches the gateway may use it.
+    user_key
+        A secret for the hashes of users' names, at least 16 bytes. Gateways with the same secret give a user the same hash. None draws one
+        and keeps it in the journal.
+    engine_key
+        The API key that engines ask for.
+    names
+        Names under which clients may reach the gateway, in addition to localhost and addresses in numbers.
+    patience
+        Seconds that a request waits for an engine that can answer it.
+    probe
+        Seconds between two looks at each engine, and at the channels.
+    flush
+        Seconds after which recorded answers go to the store, even if they are few.
+    most_bytes
+        The most bytes of a request or of an answer that is not streamed.
+    most_requests
+        The most requests at the same time.
+    known_ids
+        The most interactions that the gateway remembers for feedback. Each takes about 300 bytes.
+    store_seconds
+        Seconds that the store has to confirm feedback.
+    """
+
+    engines: Sequence[EngineAddress]
+    name: str = "gateway"
+    journal: Path = field(default_factory=lambda: Path.home() / ".local" / "state" / "deltawire" / "gateway")
+    journal_bytes: int = 1 << 30
+    share: float = 1.0
+    consent: bool = True
+    text: bool = False
+    redact: Redact | None = None
+    keys: Path | None = None
+    user_key: bytes | None = None
+    engine_key: str | None = None
+    names: Sequence[str] = ()
+    patience: float = 300.0
+    probe: float = 0.25
+    flush: float = 1.0
+    most_bytes: int = 32 << 20
+    most_requests: int = 2048
+    known_ids: int = 200_000
+    store_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not self.engines:
+            raise ValueError("a gateway needs at least one engine")
+        if not GATEWAY_NAME.fullmatch(self.name):
+            raise ValueError(f"{self.name!r} cannot name a gateway: 1 to 40 letters, digits, '_' and '-', the first a letter or a digit")
+        if not 0 <= self.share <= 1:
+            raise ValueError("share is from 0 to 1")
+        if self.user_key is not None and len(self.user_key) < 16:
+            raise ValueError("user_key needs at least 16 bytes")
+        if min(self.patience, self.probe, self.flush, self.store_seconds) <= 0 or min(self.most_bytes, self.most_requests) < 1:
+            raise ValueError("times and limits must be positive")

@@ -1,0 +1,249 @@
+"""Sends a request to an engine, and the answer to the caller.
+
+An engine that is lost before the first byte of its answer was passed on is replaced by another one, or waited for: the caller notices
+nothing but the time. Afterwards a stream ends with an event that names the error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ..engines.answer_table import RECORD_HEADER, REQUEST_ID
+from ..errors import EngineLost, EnginesAway, GatewayError
+from ..events import OnEvent, emit
+from .bodies import Headers, Send, dump, error_body, send_bytes, send_start
+from .channel_watch import ChannelWatch
+from .engine_pool import EnginePool, PooledEngine
+from .event_stream import mapped_events
+from .inline import InlineAnswer
+from .options import GatewayOptions
+from .recorder import Recorder, Recording
+from .requests import CHANNEL_HEADER, EPISODE_HEADER, ID_HEADER, VERSION_HEADER, AskedFor, with_own_fields
+
+_MOST_LOSSES = 3
+"""A request that was being answered by this many engines when they were lost may itself be the reason."""
+_REFUSALS = (429, 502, 503, 504)
+"""An engine that answers so cannot answer now."""
+_PASSED_ON = ("accept", "traceparent", "tracestate", "x-session-id")
+
+
+class _Lost(Exception):
+    """The engine did not answer."""
+
+    def __init__(self, reason: str, *, was_sent: bool) -> None:
+        super().__init__(reason)
+        self.was_sent = was_sent
+
+
+class Proxy:
+    """Answers requests with the engines of a pool.
+
+    Parameters
+    ----------
+    pool
+        The engines.
+    channels
+        Knows which users belong to which channel.
+    recorder
+        Records answers.
+    options
+        How long a request waits for an engine, and the most bytes of an answer that is not streamed.
+    on_event
+        Called with "answered" and "answer-failed".
+    """
+
+    def __init__(
+        self, pool: EnginePool, channels: ChannelWatch, recorder: Recorder, *, options: GatewayOptions, on_event: OnEvent | None = None
+    ) -> None:
+        self._pool, self._channels, self._recorder = pool, channels, recorder
+        self._most_bytes, self._patience = options.most_bytes, options.patience
+        self._on_event = on_event
+
+    async def answer(self, asked: AskedFor, raw: bytes, headers: Headers, send: Send) -> None:
+        """Answer a request. Raises a `GatewayError` if nothing was sent to the caller."""
+        start = time.perf_counter()
+        channel = self._channels.channel_of(asked.user or asked.episode or asked.id)
+        avoided, losses = None, 0
+        while True:
+            engine = await self._pool.take(channel, avoided)
+            try:
+                is_last = losses >= _MOST_LOSSES - 1 or time.perf_counter() - start > self._patience
+                if await self._attempt(engine, asked, raw, headers, send, is_last=is_last):
+                    emit(
+                        self._on_event,
+                        "answered",
+                        route=asked.route,
+                        engine=engine.address.url,
+                        channel=engine.address.channel,
+                        seq=engine.seq,
+                        seconds=time.perf_counter() - start,
+                    )
+                    return
+                await asyncio.sleep(0.05)  # it refuses at present, and others may too
+            except _Lost as lost:
+                losses += lost.was_sent
+                self._pool.lost(engine, str(lost))
+                if losses >= _MOST_LOSSES:
+                    raise EnginesAway(f"{losses} engines were lost while they answered this request: {lost}.") from None
+            finally:
+                self._pool.give_back(engine)
+            avoided = engine
+
+    async def _attempt(self, engine: PooledEngine, asked: AskedFor, raw: bytes, headers: Headers, send: Send, *, is_last: bool) -> bool:
+        """Try one engine. Returns False if it refuses at present. Raises `_Lost` if it does not answer."""
+        recording = self._recorder.begin(asked, engine)
+        try:
+            return await self._pass_on(engine, asked, raw, headers, send, recording, is_last=is_last)
+        finally:
+            if recording is not None:
+                recording.close()
+
+    async def _pass_on(
+        self,
+        engine: PooledEngine,
+        asked: AskedFor,
+        raw: bytes,
+        headers: Headers,
+        send: Send,
+        recording: Recording | None,
+        *,
+        is_last: bool,
+    ) -> bool:
+        inline = InlineAnswer(asked) if recording is not None and not engine.keeps_answers and asked.route != "responses" else None
+        own = {"content-type": "application/json", "accept-encoding": "identity", REQUEST_ID: asked.id, **self._pool.headers}
+        own |= {name: headers[name] for name in _PASSED_ON if name in headers}
+        if recording is not None and engine.keeps_answers:
+            own[RECORD_HEADER] = "1"
+        route = {"chat": "/v1/chat/completions"}.get(asked.route, f"/v1/{asked.route}")
+        request = self._pool.client.build_request(
+            "POST", engine.address.url + route, content=with_own_fields(asked, raw, inline=inline is not None), headers=own
+        )
+        async with _response(self._pool.client, request) as response:
+            if not is_last and response.status_code in (*_REFUSALS, 500):
+                if response.status_code == 500:
+                    raise _Lost("it answered with status 500", was_sent=True)
+                return False
+            told = self._headers(asked, engine)
+            kind = response.headers.get("content-type", "application/json")
+            if response.status_code == 200 and kind.startswith("text/event-stream"):
+                await self._stream(response, asked, recording, inline, told, send)
+            else:
+                data = await _whole(response, self._most_bytes)
+                if response.status_code == 200:
+                    data = _with_id(data, asked, inline)
+                    if recording is not None:
+                        recording.answered([data], inline)
+                await send_bytes(send, data, kind, status=response.status_code, headers=told)
+            return True
+
+    async def _stream(
+        self, response: Any, asked: AskedFor, recording: Recording | None, inline: InlineAnswer | None, headers: Headers, send: Send
+    ) -> None:
+        chunks = _chunks(response)
+        try:
+            first = await anext(chunks)
+        except StopAsyncIteration:
+            raise _Lost("its answer is empty", was_sent=True) from None
+        if recording is not None:
+            recording.begun()
+        await send_start(send, 200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers})
+        events = _after(first, chunks)
+        if inline is not None or asked.id.encode() not in first:
+            events = mapped_events(events, lambda value: _changed(value, asked, inline))
+        copies: list[bytes] = []
+        held: bytes | None = None
+        try:
+            async for data in events:
+                copies.append(data)
+                if inline is None or b"[DONE]" not in data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                else:
+                    held = data  # an answer is complete only when its record is safe
+        except (_Lost, GatewayError) as error:
+            lost = error if isinstance(error, GatewayError) else EngineLost(f"the engine was lost in the middle of the answer: {error}.")
+            emit(self._on_event, "answer-failed", route=asked.route, error=type(lost).__name__, reason=str(lost))
+            await send({"type": "http.response.body", "body": b"data: " + dump(error_body(lost)) + b"\n\n"})
+            return
+        if recording is not None:
+            recording.answered(copies, inline)
+        await send({"type": "http.response.body", "body": held or b""})
+
+    def _headers(self, asked: AskedFor, engine: PooledEngine) -> dict[str, str]:
+        told = {ID_HEADER: asked.id}
+        if asked.episode is not None:
+            told[EPISODE_HEADER] = asked.episode
+        if engine.address.channel is not None:
+            told[CHANNEL_HEADER] = engine.address.channel
+        if engine.seq is not None:
+            told[VERSION_HEADER] = str(engine.seq)
+        return told
+
+
+@contextlib.asynccontextmanager
+async def _response(client: Any, request: Any) -> AsyncIterator[Any]:
+    """Send a request, and yield the response when its headers have arrived. Raises `_Lost`."""
+    import httpx
+
+    try:
+        response = await client.send(request, stream=True)
+    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+        raise _Lost(f"{type(error).__name__}: {error}", was_sent=False) from None
+    except (httpx.HTTPError, OSError) as error:
+        raise _Lost(f"{type(error).__name__}: {error}", was_sent=True) from None
+    try:
+        yield response
+    finally:
+        with contextlib.suppress(Exception):
+            await response.aclose()
+
+
+async def _chunks(response: Any) -> AsyncIterator[bytes]:
+    import httpx
+
+    try:
+        async for chunk in response.aiter_raw():
+            if chunk:
+                yield chunk
+    except (httpx.HTTPError, OSError) as error:
+        raise _Lost(f"{type(error).__name__}: {error}", was_sent=True) from None
+
+
+async def _after(first: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for chunk in chunks:
+        yield chunk
+
+
+async def _whole(response: Any, most: int) -> bytes:
+    parts, size = [], 0
+    async for chunk in _chunks(response):
+        size += len(chunk)
+        if size > most:
+            raise EngineLost(f"the answer of the engine has more than {most:,} bytes.")
+        parts.append(chunk)
+    return b"".join(parts)
+
+
+def _changed(value: Any, asked: AskedFor, inline: InlineAnswer | None) -> Any:
+    """Return an event as the caller sees it: with the id, and without what the caller did not ask for."""
+    if inline is not None:
+        value = inline.take(value)
+    holder = value.get("response") if isinstance(value.get("response"), dict) else value
+    if "id" in holder and asked.id not in str(holder["id"]) and "error" not in value:
+        holder["id"] = asked.answer_id
+    return value
+
+
+def _with_id(data: bytes, asked: AskedFor, inline: InlineAnswer | None) -> bytes:
+    if inline is None and asked.id.encode() in data[:256]:
+        return data
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return data
+    return dump(_changed(value, asked, inline)) if isinstance(value, dict) else data
