@@ -38,6 +38,7 @@ class ChannelReader:
         self.name = name
         self._seen: tuple[ChannelMove, str] | None = None
         """The newest move that was read, and the hash of its record."""
+        self._seen_before: tuple[ChannelMove, str] | None = None
 
     @property
     def seen(self) -> ChannelMove | None:
@@ -55,9 +56,13 @@ class ChannelReader:
         if number < 0:
             raise NoChannel(f"the chain at {self.log.store.url} has no channel {self.name!r}.")
         if number != start:
-            self._seen = self._checked(number)
+            self._seen_before, self._seen = self._seen, self._checked(number)
         assert self._seen is not None
         return self._seen[0]
+
+    def refuse(self) -> None:
+        """Forget the newest move, because it cannot be used, so that it is read again. The newest before it counts as seen."""
+        self._seen = self._seen_before
 
     def has_news(self) -> bool:
         """Return whether the channel was moved since `newest` was last called. This takes one request."""

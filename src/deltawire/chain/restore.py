@@ -69,6 +69,11 @@ def fetched_hops(route: Sequence[Hop]) -> int:
     return sum(1 for hop in route if hop.files)
 
 
+def makes_versions(route: Sequence[Hop]) -> int:
+    """Count the hops of a route that lead to another version. A fence makes none."""
+    return sum(1 for hop in route if hop.source != "fence")
+
+
 def find_route(
     log: ChainLog, have: CommitRef | None, target: Commit, *, extra: Sequence[Edge] = (), without: Collection[HopName] = ()
 ) -> list[Hop]:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ..chain.channels import ChannelReader, target_of
 from ..chain.log import ChainLog
-from ..errors import ChainError, ChainStale, DataMissing, DeltaError, NoChain, VersionGone, VersionUnknown
+from ..errors import ChainBroken, ChainError, ChainStale, DataMissing, DeltaError, NoChain, VersionGone, VersionUnknown
 from ..events import Stopwatch
 from ..format.records.channel_records import ChannelMove
 from ..format.records.version_records import Commit
@@ -95,9 +95,19 @@ class ChainView:
 
         Raises the errors of `head`, `NoChannel`, and those of `target_of` for a channel that names no version of this chain.
         """
-        move = None if self._channel is None else self._channel.newest()  # first, so that the head is not older
-        head = self.head()
-        self._target = self.log.state_commit(head) if move is None else target_of(self.log, move, head)
+        if self._channel is None:
+            self._target = self.log.state_commit(self.head())
+            return self._target
+        before, move = self._channel.seen, self._channel.newest()  # before the head, so that the head is not older
+        if self._target is None or move != before or self._max_silence is not None:
+            self._target = None
+            try:
+                self._target = target_of(self.log, move, self.head())
+            except ChainBroken:
+                self._channel.refuse()  # a bit may have flipped in transit
+                raise
+        else:
+            self.log.check_known()
         return self._target
 
     @property

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
 
 from ..chain.memory_state import MemoryState, Update, UpdateStep
-from ..chain.restore import Hop
+from ..chain.restore import Hop, makes_versions
 from ..chain.routes import was_collected
 from ..chain.version import Version
 from ..chain.walk_route import HopFailed, taking, walk_route
-from ..errors import EngineQuarantined
+from ..errors import EngineQuarantined, SwapFailed
 from ..events import emit
 from ..format.records.record_parts import FileEntry
 from ..format.records.version_records import Commit
 from .prepared_swap import PreparedSwap, Swap, apply_directly
-from .replica_weights import ArrayWeights, ReplicaWeights, StepForward, StepsBack
+from .replica_weights import ArrayWeights, ReplicaWeights, StepForward, StepsBack, StepsForward
 from .resolved_ahead import Ahead, ResolvedAhead
 from .sync_context import RouteFetcher, SyncContext
 from .undo import UndoLog
@@ -86,7 +87,7 @@ class MemoryReplica:
         def take(hops: Sequence[Hop]) -> None:
             if back is not None:
                 with context.report.watch.phase("apply"):
-                    self._make(StepsBack(self._weights, back, target), target)
+                    self._make(StepsBack(self._weights, back, target), target, context)
             else:
                 self._walk(hops, context)
                 context.report.hops += len(hops)
@@ -116,6 +117,9 @@ class MemoryReplica:
         ahead = None if first is None or from_nothing else self._resolved.take(first.files)
         fetcher = context.route_fetcher(hops, resolved=() if ahead is None else ahead[1])
         try:
+            if context.in_one and not from_nothing and makes_versions(hops) > 1:
+                self._walk_in_one(hops, fetcher, context)
+                return
             for hop in hops:
                 update = self._prepare(state, hop, fetcher, context, ahead if hop is first else None)
                 with context.report.watch.phase("apply"):
@@ -123,16 +127,42 @@ class MemoryReplica:
                         state.apply(update, hop.target)
                     elif update is not None:
                         step = state.step(update, hop.target)
-                        self._make(StepForward(self._weights, step), hop.target)
+                        self._make(StepForward(self._weights, step), hop.target, context)
                         self._undo.push(step)
         finally:
             fetcher.close()
         if from_nothing:
             context.report.resynced = self.commit is not None
             self._undo.clear()
-            self._make(self._weights.replacement(state, hops[-1].target), hops[-1].target)
+            self._make(self._weights.replacement(state, hops[-1].target), hops[-1].target, context)
 
-    def _make(self, change: PreparedSwap, target: Commit) -> None:
+    def _walk_in_one(self, hops: Sequence[Hop], fetcher: RouteFetcher, context: SyncContext) -> None:
+        """Take several hops in one swap. Everything is fetched before it, and the first hop is decoded before it."""
+        files: list[tuple[FileEntry, memoryview]] = []
+        for hop in hops:
+            with taking(hop):
+                files += fetcher.prefetch(hop.files)
+        fetcher.hand_out(files)
+
+        def decode(hop: Hop) -> Update | None:
+            return self._prepare(self._weights.state, hop, fetcher, context, None)
+
+        first = decode(hops[0]) if hops[0].files else None
+        rest = hops if first is None else hops[1:]
+        decoded = [] if first is None else [(hops[0].target, lambda: first)]
+        change = StepsForward(self._weights, [*decoded, *((hop.target, partial(decode, hop)) for hop in rest)])
+        with context.report.watch.phase("apply"):
+            try:
+                self._make(change, hops[-1].target, context)
+            except SwapFailed as error:
+                if isinstance(error.__cause__, HopFailed):  # a delta is wrong, so another route may lead there
+                    raise error.__cause__ from None
+                raise
+        for step in change.steps:
+            self._undo.push(step)
+
+    def _make(self, change: PreparedSwap, target: Commit, context: SyncContext) -> None:
+        context.check_wanted()
         self._resolved.drop()
         try:
             self._swap(change, Version.of(target))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from ..chain.memory_state import MemoryState, Update, UpdateStep
@@ -141,6 +141,60 @@ class StepForward:
         self._weights.check_all(self._step.before)
 
 
+class StepsForward:
+    """The change over several versions in one swap, so that nobody sees the versions between.
+
+    The first step is decoded before, and each other one in `apply`, against the weights that the step before has written.
+
+    Parameters
+    ----------
+    weights
+        The weights to change.
+    hops
+        The commits on the way, in order, and a function for each that decodes the update to it. If its state is the same as before, the
+        function notes the commit in `weights.state` and returns None.
+    """
+
+    def __init__(self, weights: ReplicaWeights, hops: Sequence[tuple[Commit, Callable[[], Update | None]]]) -> None:
+        self._weights = weights
+        self._hops = hops
+        self._before = _labels(weights)
+        self.steps: list[UpdateStep] = []
+        """The steps that are made, in order."""
+
+    def apply(self) -> None:
+        state = self._weights.state
+        try:
+            for commit, decode in self._hops:
+                update = decode()
+                if update is not None:
+                    self.steps.append(state.step(update, commit))
+                    state.redo(self.steps[-1])
+        except BaseException:  # also Ctrl-C: a subscriber without an engine must not stay at a version between, either
+            self._undo()
+            raise
+
+    def confirm(self, *, full: bool) -> None:
+        self._weights.check_all(self._hops[-1][0])  # later steps may have overwritten what earlier ones wrote
+
+    def revert(self) -> None:
+        self._undo()
+        self._weights.check_all(self._before[-1])
+
+    def _undo(self) -> None:
+        state = self._weights.state
+        while self.steps:
+            step = self.steps[-1]
+            if step.update.is_applied:
+                state.relabel(step.after)
+                state.undo(step)
+            else:
+                step.update.revert()
+            self.steps.pop()
+        for commit in self._before:
+            state.relabel(commit)
+
+
 class StepsBack:
     """The change to an earlier version: kept steps are undone, newest first.
 
@@ -158,7 +212,7 @@ class StepsBack:
         self._weights = weights
         self._steps = steps
         self._target = target
-        self._before = [commit for commit in (weights.state.version, weights.state.commit) if commit is not None]
+        self._before = _labels(weights)
 
     def apply(self) -> None:
         state = self._weights.state
@@ -179,3 +233,8 @@ class StepsBack:
         for commit in self._before:
             state.relabel(commit)
         self._weights.check_all(self._before[-1])
+
+
+def _labels(weights: ReplicaWeights) -> list[Commit]:
+    """Return the commits that say which version the weights are at: to be set again, in this order, after a change was undone."""
+    return [commit for commit in (weights.state.version, weights.state.commit) if commit is not None]

@@ -106,6 +106,8 @@ class Subscriber:
             self._replica = MemoryReplica(threads=threads, undo_bytes=undo_bytes)
         else:  # last, because it takes a lock, and everything that can fail must come before
             self._replica = self._mirrored = MirrorReplica(Path(mirror), threads=threads, trusted_keys=options.trusted_keys)
+        if self._mirrored is not None:
+            self._mirrored.bind(options.channel)
         log.followed_run = None if self._mirrored is None else self._mirrored.run_id
         # Announced files are of a version that is on no channel yet, so a follower of a channel does not look for them.
         self._ahead = FilesAhead(log, options.ahead_bytes if options.channel is None else 0, shared=self._shared)
@@ -230,8 +232,9 @@ class Subscriber:
             if self._mirrored is not None and self._mirrored.run_id is not None:
                 self._mirrored.create(run.id)  # raises an error if the mirror has another run
         for _ in range(_MOST_MOVES):
+            before = self._replica.commit
             self._chain.reach(seq, lambda commit: self._move_to(commit, run, report, newest=seq is None), watch=report.watch)
-            if seq is not None or not self._chain.is_left():
+            if seq is not None or self._replica.commit == before or not self._chain.is_left():
                 break
 
     def _move_to(self, commit: Commit, run: Run, report: SyncReport, *, newest: bool) -> None:

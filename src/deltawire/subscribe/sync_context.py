@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -147,6 +148,11 @@ class RouteFetcher(Fetcher):
             coming, data = next(self._coming)
             assert coming == entry
             yield coming, data
+
+    def hand_out(self, files: Iterable[tuple[FileEntry, memoryview]]) -> None:
+        """Return these files, which were all fetched, from the next calls of `prefetch`. Each is kept in memory until then."""
+        waiting = deque(files)
+        self._coming = (waiting.popleft() for _ in range(len(waiting)))
 
     def close(self) -> None:
         """Stop fetching ahead."""

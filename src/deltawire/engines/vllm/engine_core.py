@@ -2,6 +2,8 @@
 
     POST /collective_rpc {"method": "deltawire_swap", "args": [SEQ, LABEL, KV_CACHE, ANEW]}
 
+SEQ is the number of a commit, or a list of them: the versions on the way and the one that the server gets.
+
 EngineCore handles requests only between two steps. For this one it schedules nothing more, finishes the steps in flight, lets all workers
 swap, labels the weights, and continues. `/pause`, `/start_weight_update`, `/update_weights`, `/finish_weight_update` and `/resume` do the
 same in five requests, and `/pause` alone sleeps for 20 ms.
@@ -9,6 +11,10 @@ same in five requests, and `/pause` alone sleeps for 20 ms.
 **Why the steps in flight are finished first.** The workers take calls in order, so each step runs completely before or after the swap. But
 EngineCore labels tokens when it processes a step's result, and not when it starts the step. With asynchronous scheduling or pipeline
 parallelism, the results of up to two steps would get the new label although the old weights made them.
+
+**Several versions in one call.** A follower of a channel must not serve the versions between. So the workers take all of them while the
+engine schedules nothing, and only the last one gets a label. If one fails after another was made, the engine is held: its weights are
+those of a version that nobody asked for.
 
 **What the answer says.** It is one dictionary: `outcome`, `error`, `workers` (the status of each), `drain_ms`, `swap_ms`, `preempted` (the
 number of requests whose keys and values were dropped) and `running`. The outcome is one of these:
@@ -155,7 +161,7 @@ def can_swap(core: Any) -> bool:
     return engine_holds.is_alone(core) and has_all and (core.batch_queue is None or all(hasattr(core, name) for name in NEEDED_BY_LOOP))
 
 
-def swap_between_steps(core: Any, seq: int, label: str, kv_cache: str, anew: bool = False) -> dict[str, Any]:
+def swap_between_steps(core: Any, seq: int | list[int], label: str, kv_cache: str, anew: bool = False) -> dict[str, Any]:
     """Finish the steps in flight, let all workers swap, label the weights, and continue. Never raises. Returns the answer (see above).
 
     Parameters
@@ -163,7 +169,8 @@ def swap_between_steps(core: Any, seq: int, label: str, kv_cache: str, anew: boo
     core
         The EngineCore, on its own thread.
     seq
-        The number of the version's commit, which the workers have staged.
+        The number of the version's commit, which the workers have staged. Or a list: the numbers of the versions on the way, of which the
+        workers have staged the first, and of the version.
     label
         The label of the new weights.
     kv_cache
@@ -194,7 +201,7 @@ def swap_between_steps(core: Any, seq: int, label: str, kv_cache: str, anew: boo
     except Exception as error:
         answer["error"] = f"the KV cache cannot be dropped: {error}"
     else:
-        answer |= _call_workers(core, seq, anew)
+        answer |= _call_workers(core, seq if isinstance(seq, list) else [seq], anew)
     answer["swap_ms"] = (time.perf_counter() - drained) * 1e3
     core.deltawire_last_swap = {name: answer[name] for name in ("outcome", "drain_ms", "swap_ms", "preempted")}
     if answer["outcome"] == "quarantined":
@@ -229,7 +236,18 @@ def _drop_caches(core: Any) -> int:
     return running
 
 
-def _call_workers(core: Any, seq: int, anew: bool) -> dict[str, Any]:
+def _call_workers(core: Any, seqs: list[int], anew: bool) -> dict[str, Any]:
+    """Let all workers swap, to one version after the other. If a later one is refused, the weights are those of none that was asked for."""
+    for number, seq in enumerate(seqs):
+        answer = _call_workers_once(core, seq, anew)
+        if number and answer["outcome"] != "made":
+            return {**answer, "outcome": "quarantined", "error": f"commit {seqs[number - 1]} was written, but not {seq}: {answer['error']}"}
+        if answer["outcome"] != "made":
+            break
+    return answer
+
+
+def _call_workers_once(core: Any, seq: int, anew: bool) -> dict[str, Any]:
     """Let all workers swap. They return their status and outcome, and never raise. If one has died, the state of all is unknown."""
     try:
         workers: list[Mapping[str, Any]] = core.model_executor.collective_rpc(SWAP, None, (seq, anew))

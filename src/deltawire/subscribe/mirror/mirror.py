@@ -1,6 +1,6 @@
 """A mirror: one version of a model as files in a directory, which any library can load at any time, and several processes can share.
 
-    DIR/mirror.json          layout version and run id
+    DIR/mirror.json          layout version, run id, and the channel that the mirror follows, if any
     DIR/current              link to the slot that is served; replaced atomically
     DIR/slots/NAME/          a complete checkpoint, and deltawire.json, which names its version
     DIR/locks/               `flock` files: `writer`, `ahead` (who fetches ahead of commits), and one per slot
@@ -86,6 +86,25 @@ class Mirror:
             raise MirrorError(f"{self.path} is a mirror of another layout. Upgrade deltawire, or use a new directory.")
         return run_id
 
+    @property
+    def channel(self) -> str | None:
+        """The channel that the mirror follows. None if it follows the newest version, or does not exist yet."""
+        channel = (read_json(self.path / "mirror.json") or {}).get("channel")
+        return channel if isinstance(channel, str) else None
+
+    def refuse_channel(self, channel: str | None) -> None:
+        """Raise `MirrorError` if the mirror exists and follows another channel, because its version is none of this channel.
+
+        Parameters
+        ----------
+        channel
+            The channel to follow. None follows the newest version.
+        """
+        if self.run_id is None or self.channel == channel:
+            return
+        has, wanted = (f"the channel {name!r}" if name else "the newest version" for name in (self.channel, channel))
+        raise MirrorError(f"{self.path} follows {has}, not {wanted}. Name another directory for the mirror, one for each channel.")
+
     def refuse_misplaced(self, *, usage: str = "") -> None:
         """Raise `MirrorError` if the directory holds a chain of versions or is a URL. Then the arguments were probably swapped.
 
@@ -108,9 +127,16 @@ class Mirror:
         if strangers and self.run_id is None:  # unless another process has just made it
             raise MirrorError(f"{self.path} holds other files ({strangers[0]}). Name a new or empty directory for the mirror.")
 
-    def create(self, run_id: str) -> None:
+    def create(self, run_id: str, channel: str | None = None) -> None:
         """Make the mirror if it does not exist. Raises `RunMismatch` if it has another run, and `MirrorError` if the directory is not a
-        mirror.
+        mirror, or follows another channel.
+
+        Parameters
+        ----------
+        run_id
+            The run to mirror.
+        channel
+            The channel to follow. None follows the newest version.
         """
         if self.run_id is None:
             self.refuse_occupied()
@@ -119,9 +145,11 @@ class Mirror:
             with FileLock.wait_exclusive(self.path / "locks" / "create"):
                 if self.run_id is None:
                     remove_leftovers(self.path / "mirror.json")
-                    write_json(self.path / "mirror.json", {"layout": LAYOUT, "run": run_id})
+                    own = {} if channel is None else {"channel": channel}
+                    write_json(self.path / "mirror.json", {"layout": LAYOUT, "run": run_id, **own})
         if self.run_id != run_id:
             raise RunMismatch(f"{self.path} mirrors run {self.run_id}, but the chain is of run {run_id}.")
+        self.refuse_channel(channel)
 
     def current_name(self) -> str | None:
         """Return the name of the slot that is served."""
@@ -244,14 +272,18 @@ class Mirror:
         self.step("files-linked")
 
     def recover(self) -> HeldSlot | None:
-        """Serve the newest sound slot, after `open_current` found that the current one is not sound. Return None if there is none."""
+        """Serve the newest sound slot, after `open_current` found that the current one is not sound. Return None if there is none.
+
+        The other slot of a mirror that follows a channel may be at a version that the channel never named, so it is not served.
+        """
         served = self.open_current()  # another process may have repaired it
         if served is not None:
             return served
         bad = self.current_name()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path / "current")
-        usable = [(record.seq, slot) for slot in self.slots() if slot.name != bad and (record := slot.record()) and record.clean]
+        slots = self.slots() if self.channel is None else []
+        usable = [(record.seq, slot) for slot in slots if slot.name != bad and (record := slot.record()) and record.clean]
         for _, slot in sorted(usable, key=lambda item: item[0], reverse=True):
             held = self.hold_exclusively(slot)
             if held is not None:

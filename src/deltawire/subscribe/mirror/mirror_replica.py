@@ -33,6 +33,7 @@ class MirrorReplica:
 
     def __init__(self, path: Path, *, threads: int | None = None, trusted_keys: Collection[str] = ()) -> None:
         self._mirror = Mirror(path, threads=threads)
+        self._channel: str | None = None
         self._trusted = frozenset(trusted_keys)
         self._held: HeldSlot | None = None
         self._leading: FileLock | None = None
@@ -76,7 +77,17 @@ class MirrorReplica:
     def create(self, run_id: str) -> None:
         """Make the mirror, or check that it has this run."""
         with as_mirror_errors(self._mirror.path):
-            self._mirror.create(run_id)
+            self._mirror.create(run_id, self._channel)
+
+    def bind(self, channel: str | None) -> None:
+        """Follow a channel, or the newest version. Raises `MirrorError`, and releases the mirror, if it follows another one."""
+        try:
+            with as_mirror_errors(self._mirror.path):
+                self._mirror.refuse_channel(channel)
+        except BaseException:
+            self.close()
+            raise
+        self._channel = channel
 
     def move(self, target: Commit, context: SyncContext) -> None:
         with as_mirror_errors(self._mirror.path):
@@ -95,7 +106,7 @@ class MirrorReplica:
                 if not self._adopt(target, context):
                     had = self._held
                     update = MirrorUpdate(self._mirror, context.routes, context, context.report, on_event=context.on_event)
-                    self._switch(update.run(target, replacing=had))
+                    self._switch(update.run(target, replacing=had, check_wanted=context.check_wanted))
                     context.report.resynced &= had is not None
 
     def wants_ahead(self) -> bool:

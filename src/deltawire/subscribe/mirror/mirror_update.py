@@ -7,7 +7,7 @@ dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -65,10 +65,11 @@ class MirrorUpdate:
         self._taken: list[HeldSlot] = []
         """Every slot whose lock was taken. All of them are released at the end, except the one that is then served."""
 
-    def run(self, target: Commit, *, replacing: HeldSlot | None = None) -> HeldSlot:
+    def run(self, target: Commit, *, replacing: HeldSlot | None = None, check_wanted: Callable[[], None] = lambda: None) -> HeldSlot:
         """Serve the version of `target`, and return its slot with a shared lock. Raises the error of the last route that was tried.
 
-        `replacing` is the slot that the caller reads until now and will then release.
+        `replacing` is the slot that the caller reads until now and will then release. `check_wanted` is called when the version is
+        complete, before it is served, and may raise an exception.
         """
         held: HeldSlot | None = None
         route = _Route((), 0.0)
@@ -86,6 +87,7 @@ class MirrorUpdate:
                 drop_base=lambda failure: self._drop_start(route, failure),
                 base_errors=_START_ERRORS,
             )
+            check_wanted()
             self._mirror.serve(held)
             self._mirror.tidy(soon_free=None if replacing is None else replacing.slot.name)
             self._deltas.keep_only(self._used, max(target.state_bytes // _CACHE_SHARE, _CACHE_LEAST))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ....chain.reader_options import ReaderOptions
 from ....chain.version import Version
-from ....errors import DeltawireError, EngineAsleep, EngineRefused, NoChain
+from ....errors import DeltawireError, EngineAsleep, EngineRefused, NoChain, NoChannel
 from ....events import OnEvent, emit
 from ....format.bundle_names import MAIN, BundleView, bundle_names, join_name
 from ....store import Store
@@ -153,7 +153,7 @@ class LoraFollower:
             try:
                 self.step()
                 failures, self.problem = 0, None
-            except NoChain as error:
+            except (NoChain, NoChannel) as error:
                 self.problem = str(error)  # the subscriber has reported it
             except DeltawireError as error:
                 if stop.is_set():

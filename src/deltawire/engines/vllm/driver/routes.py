@@ -283,13 +283,14 @@ class VllmRoutes:
         query = urllib.parse.urlencode({"mode": mode, "clear_cache": str(clear_cache).lower()})
         self._post(f"/pause?{query}", None)
 
-    def swap(self, seq: int, label: str, kv_cache: KvCache, *, anew: bool = False) -> SwapAnswer:
+    def swap(self, seq: int | list[int], label: str, kv_cache: KvCache, *, anew: bool = False) -> SwapAnswer:
         """Swap between two steps, in one request. Only servers whose status says `one_call` have it.
 
         Parameters
         ----------
         seq
-            The number of the version's commit, which all workers have staged.
+            The number of the version's commit, which all workers have staged. Or a list: the numbers of the versions on the way, of which
+            they have staged the first, and of the version.
         label
             The label of the new weights.
         kv_cache

@@ -87,6 +87,8 @@ class ReplicaSettings:
         The share of a GPU's time that staging may take. None leaves it to the workers.
     relays
         Copies of the chain that relays keep, for workers that load from the store.
+    channel
+        The channel that the mirror follows. None follows the newest version.
     """
 
     url: str
@@ -100,6 +102,7 @@ class ReplicaSettings:
     staging_patience: float = 600.0
     gpu_share: float | None = None
     relays: Sequence[str] = ()
+    channel: str | None = None
 
 
 class ServerReplica:
@@ -262,7 +265,9 @@ class ServerReplica:
         if self._is_live:
             self._commit = self._labelled(workers, context)
         if self._is_live and self._commit is None and self.controller.state is not SwapState.QUARANTINED:
-            self._commit = self._adopt(_started_with(workers, target, anchor.target, context), context)
+            # A server that is held off its channel must not be resumed there, so it is taken for one without a version.
+            only_target = context.in_one and self._server.is_held
+            self._commit = self._adopt((target,) if only_target else _started_with(workers, target, anchor.target, context), context)
 
     def _check_fit(self, workers: Sequence[WorkerStatus], table: TensorTable, target: Commit) -> None:
         """Raise `EngineModelDiffers` if the tensors of the chain do not fit the model of the server."""
@@ -328,9 +333,12 @@ class ServerReplica:
             if hops and hops[0].base is None:  # the version before was collected, so only a full checkpoint leads to the target
                 self._load(target, context)
                 return
-            for hop in hops:
-                if hop.source != "fence":  # a fence makes no version, so the next hop starts from the version before it
-                    self._take(hop, context)
+            deltas = [hop for hop in hops if hop.source != "fence"]  # a fence makes no version: the next hop starts from the one before it
+            if context.in_one and len(deltas) > 1 and not self._server.one_call:
+                self._load(target, context)  # another sidecar may find the server between two updates, and its lease may end there
+                return
+            for part in [deltas] if context.in_one and deltas else [[hop] for hop in deltas]:
+                self._take(part, context)
             context.report.hops += len(hops)
 
         try:
@@ -344,21 +352,26 @@ class ServerReplica:
         except EngineQuarantined:
             self._load(target, context)
 
-    def _take(self, hop: Hop, context: SyncContext) -> None:
-        """Bring the server over one hop, to a complete version."""
+    def _take(self, hops: Sequence[Hop], context: SyncContext) -> None:
+        """Bring the server over hops, to a complete version, in one swap. Versions between are staged within the swap."""
         assert self._commit is not None
-        with taking(hop):
-            self._spool.put(dataclasses.replace(hop, base=self._commit.seq), context)
+        base = self._commit
+        for hop in hops:
+            with taking(hop):
+                self._spool.put(dataclasses.replace(hop, base=base.seq), context)
+            base = hop.target
         with context.report.watch.phase("apply"):
-            self._stage(Version.of(hop.target))
-            self._update(hop.target, anew=False)
-        self._commit, self._live_failures = hop.target, 0
+            self._stage(Version.of(hops[0].target))
+            context.check_wanted()
+            self._update(base, anew=False, between=[hop.target for hop in hops[:-1]])
+        self._commit, self._live_failures = base, 0
         with contextlib.suppress(SpoolError):
             self._spool.keep_only(_KEPT_HOPS)
 
     def _load(self, target: Commit, context: SyncContext) -> None:
         """Let the server load a version in full, from the store if it can, otherwise from a mirror."""
         if self._mirror is None and not self._settings.prefers_mirror and self._is_live and self._live_failures < _MOST_LIVE_FAILURES:
+            context.check_wanted()
             try:
                 self._update(target, anew=True)
             except (EngineRefused, EngineQuarantined) as error:
@@ -403,12 +416,12 @@ class ServerReplica:
             workers = self._routes.status()
         self._stage_seconds = time.monotonic() - start
 
-    def _update(self, commit: Commit, *, anew: bool) -> None:
+    def _update(self, commit: Commit, *, anew: bool, between: Sequence[Commit] = ()) -> None:
         if not self._server.one_call:
             self._routes.settle()
         version = Version.of(commit)
         kind = OneCallUpdate if self._server.one_call else RoutesUpdate
-        update = self.last_update = kind(self._server, commit, anew=anew)
+        update = self.last_update = kind(self._server, commit, anew=anew, between=between)
         try:
             self.controller.swap(update, version)
         except EngineRefused as error:
@@ -443,7 +456,9 @@ class ServerReplica:
     def _open_mirror(self) -> MirrorReplica:
         if self._mirror is None:
             settings = self._settings
-            self._mirror = MirrorReplica(settings.mirror, threads=settings.threads, trusted_keys=settings.trusted_keys)
+            mirror = MirrorReplica(settings.mirror, threads=settings.threads, trusted_keys=settings.trusted_keys)
+            mirror.bind(settings.channel)
+            self._mirror = mirror
         return self._mirror
 
     def _tell_hold(self, workers: Sequence[WorkerStatus]) -> None:

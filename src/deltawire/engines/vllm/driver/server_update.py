@@ -90,14 +90,17 @@ class ServerUpdate:
         The version to write.
     anew
         True to load all weights, even if their version is known.
+    between
+        Versions that the workers write before it, in order, and that nobody may see. Only a swap in one call can have them.
     """
 
-    def __init__(self, server: PausableServer, commit: Commit, *, anew: bool = False) -> None:
+    def __init__(self, server: PausableServer, commit: Commit, *, anew: bool = False, between: Sequence[Commit] = ()) -> None:
         self._server = server
         self._routes = server.routes
         self._commit = commit
         self._version = Version.of(commit)
         self._anew = anew
+        self._between = between
         self.workers: Sequence[WorkerStatus] = ()
         """The status of each worker after the update, as far as it is known."""
         self.failure: str | None = None
@@ -116,7 +119,8 @@ class ServerUpdate:
 
     def _has_written(self) -> bool:
         """Return whether a worker has new weights, complete or not. The server would serve complete ones under the old label."""
-        return any(worker["quarantined"] or has_version(worker, self._commit) for worker in self.workers)
+        written = (self._commit, *self._between)
+        return any(worker["quarantined"] or any(has_version(worker, commit) for commit in written) for worker in self.workers)
 
 
 class OneCallUpdate(ServerUpdate):
@@ -127,7 +131,9 @@ class OneCallUpdate(ServerUpdate):
 
     def apply(self) -> None:
         try:
-            self.answer = self._routes.swap(self._version.seq, label(self._version), self._server.kv_cache, anew=self._anew)
+            seqs = [commit.seq for commit in (*self._between, self._commit)]
+            seq = seqs if self._between else self._commit.seq  # servers with an older plugin know only one
+            self.answer = self._routes.swap(seq, label(self._version), self._server.kv_cache, anew=self._anew)
         except EngineUnreachable:
             if not self._was_made():
                 raise

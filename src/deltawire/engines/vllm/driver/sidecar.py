@@ -123,7 +123,7 @@ class Sidecar:
             url=url if isinstance(url, str) and "://" in url else self._store.url,  # workers have other working directories
             relays=self._store.copy_urls if isinstance(self._store, Sources) else (),
             spool=default_spool(self._store.url) if spool is None else Path(spool),
-            mirror=default_mirror(self._store.url) if mirror is None else Path(mirror),
+            mirror=default_mirror(self._store.url, options.channel) if mirror is None else Path(mirror),
             prefers_mirror=mirror is not None,
             run=options.run,
             confirm=confirm,
@@ -131,6 +131,7 @@ class Sidecar:
             trusted_keys=tuple(options.trusted_keys),
             staging_patience=staging_patience,
             gpu_share=gpu_share,
+            channel=options.channel,
         )
         self._canary = None if canary == "off" else ServerCanary(canary, self.routes, on_event)
         server = PausableServer(self.routes, pause, may_call_once=one_call)
@@ -267,7 +268,7 @@ class Sidecar:
             emit(self._on_event, "report-failed", reason=str(failure))
 
 
-def default_mirror(url: str) -> Path:
-    """Return a directory in this user's cache for the mirror of the chain at a URL."""
+def default_mirror(url: str, channel: str | None = None) -> Path:
+    """Return a directory in this user's cache for the mirror of the chain at a URL, or of a channel of it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "deltawire" / "mirrors" / blake3(url.encode()).hexdigest()[:16]
+    return cache / "deltawire" / "mirrors" / blake3((url if channel is None else f"{url} {channel}").encode()).hexdigest()[:16]
