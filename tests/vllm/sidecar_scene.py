@@ -41,6 +41,8 @@ class ServerDouble:
         self.completions, self.completions_status = CompletionsDouble(), 500
         self.restart()
         self.calls: list[str] = []
+        self.swaps: list[int | list[int]] = []
+        """The versions that each swap in one call was asked for."""
         self.requests = 0
         self.failing: set[str] = set()
         self.lost: set[str] = set()
@@ -93,7 +95,9 @@ class ServerDouble:
             self.worker["seq"], self.commit = commit["seq"], commit["commit"]
         return self.status()
 
-    def swap(self, seq: int, label: str, kv_cache: KvCache, *, anew: bool = False) -> SwapAnswer:
+    def swap(self, seq: int | list[int], label: str, kv_cache: KvCache, *, anew: bool = False) -> SwapAnswer:
+        self.swaps.append(seq)
+        seq = seq[-1] if isinstance(seq, list) else seq
         outcome = self.answers.pop(0) if self.answers else "made"
         if outcome == "made":
             self.worker |= {"seq": seq, "quarantined": False, "error": None}
@@ -181,12 +185,12 @@ class Scene:
         self.events: list[Event] = []
         self.sidecar = self.start()
 
-    def start(self, *, has_mirror: bool = False, **options: Any) -> Sidecar:
+    def start(self, *, has_mirror: bool = False, channel: str | None = None, **options: Any) -> Sidecar:
         return Sidecar(
             self.server,  # type: ignore[arg-type]
             self.folder / "store",
             self.folder / "mirror" if has_mirror else None,
-            options=ReaderOptions(reader="engine"),
+            options=ReaderOptions(reader="engine", channel=channel),
             spool=self.folder / "spool",
             on_event=self.events.append,
             **options,

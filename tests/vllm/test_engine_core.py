@@ -153,6 +153,43 @@ def test_an_engine_in_an_unknown_state_stays_paused_until_it_is_repaired(how: st
     assert (answer["outcome"], answer["running"], core.label) == ("made", True, "7")
 
 
+def test_several_versions_are_written_in_one_pause_and_only_the_last_gets_a_label() -> None:
+    core = CoreDouble(steps=1)
+    answer = swap_between_steps(core, [5, 6, 7], "7", "drop")
+    assert core.made == ["1", ("swap", 5, False), ("swap", 6, False), ("swap", 7, False)]
+    assert (answer["outcome"], answer["running"], core.label) == ("made", True, "7")
+    assert core.scheduler.resets == [(True, True)]
+
+
+def test_a_first_version_that_is_refused_changes_nothing() -> None:
+    core = CoreDouble(steps=0, outcomes=("refused",))
+    answer = swap_between_steps(core, [5, 6, 7], "7", "keep")
+    assert core.made == [("swap", 5, False)]
+    assert (answer["outcome"], answer["running"], core.label) == ("refused", True, "1")
+
+
+@pytest.mark.parametrize("how", ["refused", "died"])
+def test_a_server_that_fails_between_versions_is_held(how: str) -> None:
+    core = CoreDouble(steps=0)
+    call = core.model_executor.collective_rpc
+
+    def fail_later(method: Any, timeout: Any, arguments: tuple[int, bool]) -> list[dict[str, Any]]:
+        core.outcomes, core.workers_died = (how,) if arguments[0] == 6 else ("made",), how == "died" and arguments[0] == 6
+        return call(method, timeout, arguments)  # type: ignore[no-any-return]
+
+    core.model_executor.collective_rpc = fail_later
+    answer = swap_between_steps(core, [5, 6, 7], "7", "keep")
+    assert core.made == [("swap", 5, False), ("swap", 6, False)]
+    assert (answer["outcome"], answer["running"], core.label) == ("quarantined", False, QUARANTINED_LABEL)
+    assert "commit 5 was written, but not 6" in answer["error"]
+    assert core.scheduler.pause_state == PauseState.PAUSED_ALL
+    assert "a swap failed" in engine_state(core)["held"]
+    core.outcomes, core.workers_died = ("made",), False
+    core.model_executor.collective_rpc = call
+    answer = swap_between_steps(core, 7, "7", "keep", anew=True)
+    assert (answer["outcome"], answer["running"], core.label) == ("made", True, "7")
+
+
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
 @pytest.mark.parametrize("outcome", ["made", "refused"])
 def test_an_engine_that_someone_has_paused_stays_paused(state: PauseState, outcome: str) -> None:

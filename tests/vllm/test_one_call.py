@@ -13,11 +13,16 @@ from live_server import LiveServer, wait_until
 from revealing_versions import reveal, version_of
 from tiny_checkpoints import TinyModel, runtime_hashes
 
+from deltawire.chain.log import ChainLog
+from deltawire.chain.reader_options import ReaderOptions
 from deltawire.engines import KvCache
 from deltawire.engines.http_session import http_session
 from deltawire.engines.vllm.driver.sidecar import Sidecar
 from deltawire.engines.vllm.driver.token_route import TOKEN_ROUTE, LabelledTokens, read_choice, token_request
+from deltawire.errors import NoChannel
 from deltawire.events import Event
+from deltawire.publish.channels import ChannelWriter
+from deltawire.store import open_store
 
 pytestmark = pytest.mark.slow
 
@@ -118,3 +123,69 @@ def test_each_token_has_the_label_of_the_version_that_made_it(
     assert len(swaps) == len(numbers)
     assert all(swap["preempted"] == 0 for swap in swaps if swap["kv_cache"] == "keep")
     assert any(int(swap["preempted"] or 0) > 0 for swap in swaps if swap["kv_cache"] == "drop")
+
+
+def test_a_server_that_follows_a_channel_generates_with_no_version_between(
+    start_run: Callable[[TinyModel], Any], serve: Callable[..., LiveServer]
+) -> None:
+    run = start_run(TinyModel("dense"))
+    server = serve(run.checkpoint, arguments=["--enable-scale-out"], environment={"DELTAWIRE_HOLD": "1"}).wait()
+    seqs: list[int] = []
+    """The commits of the versions. The tokens of a version reveal its index."""
+    events: list[Event] = []
+
+    def publish() -> None:
+        reveal(run.state, len(seqs))
+        seqs.append(run.publish(changed=False).seq)
+
+    publish()
+    first = runtime_hashes(run.state, 1)
+    with (
+        open_store(run.store) as store,
+        closing(
+            Sidecar(
+                server.url,
+                run.store,
+                spool=run.folder / "spool",
+                kv_cache=KvCache.KEEP,
+                options=ReaderOptions(channel="stable"),
+                on_event=events.append,
+            )
+        ) as sidecar,
+    ):
+        log = ChainLog(store)
+        stable = ChannelWriter(log, "stable")
+
+        def promote(index: int) -> None:
+            commit = log.read(seqs[index])
+            assert commit is not None
+            stable.promote(commit)
+
+        with pytest.raises(NoChannel):
+            sidecar.step()
+        assert server.routes.is_paused()
+        promote(0)
+        assert sidecar.step() is not None
+        with Clients(server.url) as clients:
+
+            def step(index: int | None) -> None:
+                """Let the sidecar look, and check which version it swaps in. Wait for a completion that ends after that."""
+                before, swapped = len(clients.made), sidecar.step()
+                assert (None if swapped is None else swapped.seq) == (None if index is None else seqs[index])
+                wait_until(lambda: len(clients.made) > before + CLIENTS, "completions that began after the swap")
+
+            for _ in range(3):
+                publish()
+                step(None)  # it is on no channel
+            promote(3)
+            step(3)
+            stable.rollback()
+            step(0)
+    for made in clients.made:
+        assert {version_of(token) for token in made.tokens} <= {0, 3}
+        assert [seqs[version_of(token)] for token in made.tokens] == [int(label) for label in made.labels()]
+    assert {version_of(token) for made in clients.made for token in made.tokens} == {0, 3}
+    assert server.routes.checksums() == first
+    swaps = [event.fields for event in events if event.name == "swapped"]
+    assert [(swap["seq"], swap["loaded_anew"]) for swap in swaps] == [(seqs[0], 1), (seqs[3], 0), (seqs[0], 1)]
+    assert [swap["http_calls"] for swap in swaps] == [1, 1, 1]
