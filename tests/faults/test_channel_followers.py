@@ -76,42 +76,41 @@ def calls_of_a_move(kind: str, folder: Path, key: SigningKey | None) -> int:
     return len(scene.store.calls)
 
 
-@ALL_KINDS
-@SIGNED
-def test_a_follower_that_dies_at_any_call_never_serves_a_version_between(kind: str, key: SigningKey | None, tmp_path: Path) -> None:
-    for number in range(calls_of_a_move(kind, tmp_path / "count", key)):
-        scene = Scene(kind, tmp_path / str(number), key)
+def moves(kind: str, folder: Path, key: SigningKey | None = None) -> Iterator[tuple[int, Scene]]:
+    """Yield the number of each call of a move over several versions, with a follower that has this move before it."""
+    for number in range(calls_of_a_move(kind, folder / "count", key)):
+        scene = Scene(kind, folder / str(number), key)
         scene.chain.promote(NEWEST)
-        arm(scene, Before(number, "crash"))
-        with pytest.raises(ProcessDied):
-            scene.sync()
-        scene.check(1, NEWEST)
-        scene.restart()
-        scene.check(1, NEWEST)
-        assert scene.sync() == NEWEST
+        yield number, scene
         scene.check(1, NEWEST)
         scene.follower.close()
 
 
 @ALL_KINDS
+@SIGNED
+def test_a_follower_that_dies_at_any_call_never_serves_a_version_between(kind: str, key: SigningKey | None, tmp_path: Path) -> None:
+    for number, scene in moves(kind, tmp_path, key):
+        arm(scene, Before(number, "crash"))
+        with pytest.raises(ProcessDied):
+            scene.sync()
+        scene.restart()
+        scene.check(1, NEWEST)
+        assert scene.sync() == NEWEST
+
+
+@ALL_KINDS
 def test_a_store_that_fails_at_any_call_shows_no_version_between(kind: str, tmp_path: Path) -> None:
-    for number in range(calls_of_a_move(kind, tmp_path / "count", None)):
-        scene = Scene(kind, tmp_path / str(number))
-        scene.chain.promote(NEWEST)
+    for number, scene in moves(kind, tmp_path):
         arm(scene, Before(number, "unavailable"))
         with pytest.raises(StoreUnavailable):
             scene.sync()
         scene.check(1, NEWEST)
         assert scene.sync() == NEWEST
-        scene.check(1, NEWEST)
-        scene.follower.close()
 
 
 @ALL_KINDS
 def test_a_rollback_at_any_call_of_a_sync_is_followed_by_the_same_sync(kind: str, tmp_path: Path) -> None:
-    for number in range(calls_of_a_move(kind, tmp_path / "count", None)):
-        scene = Scene(kind, tmp_path / str(number))
-        scene.chain.promote(NEWEST)
+    for number, scene in moves(kind, tmp_path):
         arm(scene)
 
         def happens(call: int, scene: Scene = scene, number: int = number) -> None:
@@ -121,8 +120,6 @@ def test_a_rollback_at_any_call_of_a_sync_is_followed_by_the_same_sync(kind: str
 
         scene.store.happens = happens
         assert scene.sync() == 1
-        scene.check(1, NEWEST)
-        scene.follower.close()
 
 
 @ALL_KINDS
