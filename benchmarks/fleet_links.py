@@ -45,6 +45,9 @@ class SpeedAlone(Scheduler):
     def is_worth_a_copy(self, member: str, leased: float, now: float, others: float) -> bool:
         return False
 
+    def is_long(self, leased: float, now: float) -> bool:
+        return False
+
 
 @dataclass(frozen=True)
 class Shares:
