@@ -20,6 +20,7 @@ from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.routes import Routes
 from deltawire.cli.chain_history import read_history
+from deltawire.cli.doctor.examine import examine
 from deltawire.errors import DeltawireError
 from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.format.checkpoints.checkpoint import Checkpoint
@@ -131,6 +132,14 @@ def verify_all(store: Store, folder: Path) -> None:
     verify(store, deep=True)
 
 
+def examine_as_doctor(store: Store, folder: Path) -> None:
+    """The doctor raises nothing, because errors are its findings."""
+    try:
+        examine(store, "URL", read_only=True, test_bytes=1000)
+    except DeltawireError as error:
+        raise AssertionError(f"the doctor raised {error!r}") from error
+
+
 def collect_garbage(store: Store, folder: Path) -> None:
     """Collect in a dry run, then announce, then delete. A sync after that ends with the right weights or with an error."""
     with contextlib.suppress(DeltawireError):
@@ -172,6 +181,7 @@ READERS: list[Callable[[Store, Path], None]] = [
     sync_mirror,
     pull_newest,
     verify_all,
+    examine_as_doctor,
     collect_garbage,
     resume,
     resume_an_older_one,
