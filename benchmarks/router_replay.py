@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from report import Table, show
+from report import Table, keep, show
 
 from deltawire.rl.router_replay import RouterReplay
 
@@ -140,7 +141,9 @@ def measure(device: str = "cpu", rows: int = 8, length: int = 128, repeats: int 
                 f"{with_replay[1]:.3f}, {with_replay[2]:.2f}",
             ]
         )
+    load = os.getloadavg()[0]
     table.notes.append(_costs(trainer, ids, experts, device, repeats))
+    table.notes.append(f"The machine has {os.cpu_count()} cores; its load was {load:.1f} when the times were measured.")
     return table
 
 
@@ -179,8 +182,12 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=8)
     options.add_argument("--length", type=int, default=128)
     options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--keep", action="store_true", help="write the table to results/ and to docs/benchmarks.md")
     given = options.parse_args()
-    show(measure(given.device, given.rows, given.length, given.repeats))
+    table = measure(given.device, given.rows, given.length, given.repeats)
+    show(table)
+    if given.keep:
+        keep(table)
 
 
 if __name__ == "__main__":
