@@ -81,7 +81,20 @@ def test_other_websites_cannot_start_requests(served: DashboardServer) -> None:
     assert ask(served, "/", Sec_Fetch_Site="cross-site")[0] == 200, "a link to the page works"
 
 
-@pytest.mark.parametrize("path", ["/page/../server.py", "/page/index.html", "/api", "/page/", "/%2e%2e/x", "/page/no.js"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "//etc/passwd",
+        "/page/..%2fserver.py",
+        "/page/%00",
+        "/page/../server.py",
+        "/page/index.html",
+        "/api",
+        "/page/",
+        "/%2e%2e/x",
+        "/page/no.js",
+    ],
+)
 def test_there_are_no_other_pages(served: DashboardServer, path: str) -> None:
     assert ask(served, path)[0] == 404
 
@@ -129,7 +142,7 @@ def test_changes_are_sent_as_they_are_seen(served: DashboardServer, run: ShownRu
     connection.request("GET", "/api/live")
     stream = connection.getresponse()
     assert stream.headers["Content-Type"] == "text/event-stream"
-    assert events(stream, 6)["chain"]["version"] == 1
+    assert events(stream, 7)["chain"]["version"] == 1
     run.publish()
     served.observer.look()
     assert events(stream, 2)["chain"]["version"] == 2
@@ -159,3 +172,81 @@ def test_connections_beyond_the_limit_are_refused_and_free_ones_are_used_again(r
         finally:
             server.close()
             thread.join()
+
+
+def is_full(server: DashboardServer) -> bool:
+    try:
+        return ask(server, "/")[0] == 503
+    except ConnectionError:
+        return True
+
+
+def test_a_client_that_does_not_read_holds_no_thread_for_ever(run: ShownRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module._Handler, "timeout", 0.2)
+    monkeypatch.setattr(server_module, "MOST_CONNECTIONS", 1)
+    with Observer(run.store) as observer:
+        observer.look()
+        big = {"chain": "x" * (1 << 22)}
+        monkeypatch.setattr(observer, "changes", lambda after, timeout: (after + 1, big))
+        server = DashboardServer(observer)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with socket.create_connection(server.server_address[:2], timeout=30) as slow:
+                slow.sendall(b"GET /api/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert slow.recv(8) == b"HTTP/1.1"
+                while is_full(server):  # until the server has given the slow client up
+                    pass
+        finally:
+            server.close()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"GET /api/version?" + b"seq=1&" * 1000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\x00\xff\r\n\r\n",
+        b"GET //[::1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+    ids=["headers", "path", "two-hosts", "no-host", "fields", "bytes", "address"],
+)
+def test_odd_requests_get_an_error_and_nothing_else(served: DashboardServer, request_bytes: bytes) -> None:
+    with socket.create_connection(served.server_address[:2], timeout=30) as one:
+        one.sendall(request_bytes)
+        one.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := one.recv(1 << 16):
+            answer += part
+    assert b" 4" in answer.partition(b"\r\n")[0] or b"Error code: 4" in answer
+    assert b"shown run" not in answer
+    assert ask(served, "/")[0] == 200
+
+
+def test_many_streams_see_the_same_state_and_a_reader_that_stops_delays_nobody(run: ShownRun) -> None:
+    with Observer(run.store) as observer:
+        observer.look()
+        server = DashboardServer(observer)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        held = [HTTPConnection("127.0.0.1", server.server_address[1], timeout=30) for _ in range(12)]
+        try:
+            streams = []
+            for one in held:
+                one.request("GET", "/api/live")
+                streams.append(one.getresponse())
+            for stream in streams[1:]:  # the first never reads
+                assert events(stream, 7)["chain"]["version"] == 1
+            run.publish()
+            observer.look()
+            for stream in streams[1:]:
+                assert events(stream, 2)["chain"]["version"] == 2
+        finally:
+            server.close()
+            thread.join()
+            for one in held:
+                one.close()

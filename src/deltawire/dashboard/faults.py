@@ -12,7 +12,11 @@ _HIGH_LAG = 8
 
 
 def find_faults(
-    chain: Mapping[str, Any], members: Sequence[Mapping[str, Any]], readers: Mapping[str, Any], rejections: Sequence[Mapping[str, Any]]
+    chain: Mapping[str, Any],
+    channels: Sequence[Mapping[str, Any]],
+    members: Sequence[Mapping[str, Any]],
+    readers: Mapping[str, Any],
+    rejections: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """Return the faults of a run, each with a level, its time if it has one, and a text.
 
@@ -20,6 +24,8 @@ def find_faults(
     ----------
     chain
         The section of the chain.
+    channels
+        The section of the channels.
     members
         The members that are shown.
     readers
@@ -27,7 +33,7 @@ def find_faults(
     rejections
         Results that the trainer left out, each with a step, a number of results and a reason.
     """
-    found = [*_chain_faults(chain), *_reader_faults(readers), *_member_faults(members), *_rejected(rejections)]
+    found = [*_chain_faults(chain), *_channel_faults(channels), *_reader_faults(readers), *_member_faults(members), *_rejected(rejections)]
     found.sort(key=lambda fault: (_LEVELS.index(fault["level"]), -(fault["time"] or 0.0)))
     return found[:MOST_FAULTS]
 
@@ -49,6 +55,17 @@ def _chain_faults(chain: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield _fault("warning", f"Publisher {entry['epoch']} went back to commit {entry['base']}.", entry["time"])
         elif entry["kind"] == "fence" and entry["seq"]:
             yield _fault("note", f"Publisher {entry['epoch']} took over.", entry["time"])
+
+
+def _channel_faults(channels: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    for channel in channels:
+        if channel["problem"] is not None:
+            yield _fault("bad", f"The channel {channel['name']} cannot be followed: {channel['problem']}")
+        newest = channel["moves"][0] if channel["moves"] else None
+        if newest is not None and newest["kind"] == "rollback":
+            where = f"commit {newest['seq']}" if newest["version"] is None else f"version {newest['version']}"
+            why = f": {newest['why']}" if newest["why"] else "."
+            yield _fault("warning", f"The channel {channel['name']} was rolled back to {where}{why}", newest["time"])
 
 
 def _reader_faults(readers: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -18,6 +18,7 @@ from ..store import keys
 from ..store.base import Store
 from .chain_pages import ChainPages
 from .chain_scan import WINDOW, ChainScan
+from .channels_scan import ChannelsScan
 from .faults import find_faults
 from .fleet_scan import FleetScan
 from .plain_values import short
@@ -25,7 +26,7 @@ from .read_only import ReadOnlyStore
 from .readers_scan import ReadersScan
 from .version_details import MOST_BYTES, VersionDetails
 
-SECTIONS = ("status", "chain", "members", "tasks", "readers", "faults")
+SECTIONS = ("status", "chain", "channels", "members", "tasks", "readers", "faults")
 """The parts of the page that change by themselves."""
 _KEPT_DETAILS = 32
 
@@ -69,6 +70,7 @@ class Observer:
         self._clock = clock
         self._chain = ChainScan(self._log, window=self._options.window)
         self._pages = ChainPages(self._chain)
+        self._channels = ChannelsScan(self._log, self._chain)
         self._fleet: FleetScan | None = None
         self._readers: ReadersScan | None = None
         self._details = VersionDetails(self._store, self._options.reading, most_bytes=self._options.detail_bytes)
@@ -236,6 +238,7 @@ class Observer:
         self._chain.look()
         if self._chain.head is None:
             raise NoChain(f"nothing is published at {self._store.url}.")
+        self._channels.look()
         self._fleet.look()
         self._fleet.count_updates(self._chain.updates_between, self._chain.head)
         self._readers.look()
@@ -265,6 +268,7 @@ class Observer:
         }
         if self._fleet is None or self._readers is None:
             return {"status": status}
+        channels = self._channels.plain()
         chain, members, readers = self._chain.plain(), self._fleet.plain_members(now), self._readers.plain()
         steps = {slot.seq: slot.commit.step for slot in self._chain.window() if slot.commit is not None}
         rejections = [
@@ -280,8 +284,9 @@ class Observer:
         return {
             "status": status,
             "chain": chain,
+            "channels": channels,
             "members": members,
             "tasks": self._fleet.plain_tasks(steps),
             "readers": readers,
-            "faults": find_faults(chain, members["shown"], readers, rejections),
+            "faults": find_faults(chain, channels, members["shown"], readers, rejections),
         }

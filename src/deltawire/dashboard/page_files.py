@@ -11,6 +11,7 @@ SCRIPTS = (
     "plot.js",
     "chain.js",
     "older.js",
+    "channels.js",
     "members.js",
     "pauses.js",
     "links.js",

@@ -142,7 +142,8 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_SECONDS
 
     def do_GET(self) -> None:
-        if not accepts_host(self.headers.get("Host"), self.server.names):
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or not accepts_host(hosts[0], self.server.names):
             self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "this server does not have that name; see --name of `deltawire dashboard`")
         elif self.headers.get("Sec-Fetch-Site", "none") == "cross-site" and self.path != "/":
             self._refuse(HTTPStatus.FORBIDDEN, "other websites may not read this page")

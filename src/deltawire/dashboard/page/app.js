@@ -4,11 +4,11 @@
 const page = { data: null, saved: null, live: false, heard: 0, number: 0 };
 const EMPTY = {
   status: { problem: null, time: 0, looks: 0, run: null, url: "" }, chain: { entries: [], samples: [], skips: [], head: null, version: null, floor: -1, state_bytes: 0, tensors: 0 },
-  members: { listed: 0, shown: [] }, tasks: { rounds: [], bars: [] }, readers: { pins: [], reports: [], relays: [] }, faults: [], history: new Map(),
+  members: { listed: 0, shown: [] }, tasks: { rounds: [], bars: [] }, readers: { pins: [], reports: [], relays: [] }, channels: [], faults: [], history: new Map(),
 };
 const DRAWN_BY = {
   chain: [drawTiles, drawChain, drawTraining, drawSync, drawLinks, drawStorage, drawReaders], members: [drawTiles, drawLag, drawPauses, drawSync, drawLinks, drawMembers, drawChain],
-  tasks: [drawTasks, drawStaleness], readers: [drawReaders, drawLinks, drawChain], faults: [drawFaults, drawTiles], status: [drawStatus, drawTasks, drawLag, drawPauses, drawMembers],
+  channels: [drawChannels, drawChain], tasks: [drawTasks, drawStaleness], readers: [drawReaders, drawLinks, drawChain], faults: [drawFaults, drawTiles], status: [drawStatus, drawTasks, drawLag, drawPauses, drawMembers],
 };
 
 /** Draw what depends on these sections, each picture once. A picture that fails must not hide the others. */
@@ -27,7 +27,7 @@ function drawStatus(data) {
   $("url").textContent = status.url;
   $("problem").hidden = !status.problem;
   $("problem").textContent = status.problem ? `The store could not be read, and is tried again: ${status.problem} What is shown is from the last look that succeeded.` : "";
-  $("footer").textContent = `deltawire has read ${size(status.read_bytes)} from the store in ${count(status.requests)} requests and ${count(status.looks)} looks. It never writes to it.`;
+  $("footer").textContent = `deltawire has read ${size(status.read_bytes)} from the store in ${count(status.requests)} requests and ${count(status.looks)} look${status.looks === 1 ? "" : "s"}. It never writes to it.`;
   drawLive();
 }
 

@@ -45,8 +45,8 @@ function drawChain(data) {
 }
 
 function chainPlot(data, shown) {
-  const chain = data.chain, width = widthOf("chain"), height = 262;
-  const box = { left: 54, right: width - 8, top: 16, floor: 140, marks: 158, readers: 180, skips: 194 };
+  const chain = data.chain, width = widthOf("chain"), room = 13 * labelLines(data, shown), height = 262 + room;
+  const box = { left: 54, right: width - 8, top: 16 + room, floor: 140 + room, marks: 158 + room, readers: 180 + room, skips: 194 + room };
   const plot = newPlot(width, height, "Versions of the chain");
   const sizes = shown.filter((entry) => entry.bytes > 0).map((entry) => entry.bytes);
   const full = Math.max(chain.state_bytes, 1);
@@ -68,6 +68,7 @@ function chainPlot(data, shown) {
     if (isVersion(entry) && (shown.length - 1 - at) % every === 0) plot.append(svgEl("text", { x: x(entry.seq), y: height - 3, "text-anchor": "middle", text: entry.version }));
     if (entry.kind === "rewind" && entry.base !== null) plot.append(rewindArc(x(Math.max(entry.base, shown[0].seq - 0.5)), x(entry.seq), box.marks - 8, entryWords(entry, chain)));
   }
+  plot.append(...channelLabels(data, shown, x, box.top - 8, box.floor));
   plot.append(svgEl("text", { x: box.left - 6, y: box.readers + 4, "text-anchor": "end", text: "readers" }), svgEl("text", { x: box.left - 6, y: box.skips + 22, "text-anchor": "end", text: "skips" }), svgEl("text", { x: box.left - 6, y: height - 3, "text-anchor": "end", text: "version" }));
   return plot;
 }

@@ -18,6 +18,12 @@ function noteHistory(data) {
   }
 }
 
+/** The end of plots over time: now, or the last sign of life of a fleet that has ended. */
+function endOf(data) {
+  const members = data.members.shown;
+  return members.some((one) => !["left", "silent"].includes(one.state)) ? data.status.time : Math.max(0, ...members.map((one) => one.heard)) || data.status.time;
+}
+
 function colourOf(lag, style) {
   if (lag <= 0) return style.getPropertyValue("--good");
   const share = Math.min(1, lag / HOT_LAG), [from, to] = [style.getPropertyValue("--heat"), style.getPropertyValue("--hot")].map((text) => text.split(",").map(Number));
@@ -36,7 +42,7 @@ function drawLag(data) {
   const pen = canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
   pen.scale(ratio, ratio);
   pen.font = '11px system-ui, "DejaVu Sans", sans-serif';
-  const now = data.status.time, states = new Map(data.members.shown.map((one) => [one.name, one]));
+  const now = endOf(data), states = new Map(data.members.shown.map((one) => [one.name, one]));
   const first = Math.min(...names.map((name) => data.history.get(name).lag[0][0])), x = scale(first, Math.max(now, first + 1), left, width - 4);
   for (const [at, name] of names.entries()) {
     const points = data.history.get(name).lag, one = states.get(name), end = ["left", "silent"].includes(one.state) ? one.heard : now;
@@ -53,8 +59,8 @@ function drawLag(data) {
     }
   }
   pen.fillStyle = style.getPropertyValue("--soft");
-  pen.fillText(clock(first, now), left, height - 6);
-  const text = clock(now);
+  pen.fillText(clock(first, data.status.time), left, height - 6);
+  const text = clock(now, data.status.time);
   pen.fillText(text, width - 4 - pen.measureText(text).width, height - 6);
   canvas.addEventListener("pointermove", (event) => { const name = names[Math.floor(event.offsetY / row)]; canvas.title = name ? `${name}: ${states.get(name)?.lag ?? "?"} behind now` : ""; });
   $("lag").replaceChildren(canvas);

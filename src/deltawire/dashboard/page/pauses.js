@@ -18,8 +18,8 @@ function drawPauses(data) {
   pen.font = '11px system-ui, "DejaVu Sans", sans-serif';
   let least = Infinity, most = 0;  // not Math.min(...dots): so many arguments overflow the stack
   for (const dot of dots) { least = Math.min(least, Math.max(dot.seconds, 1e-6)); most = Math.max(most, dot.seconds, 1e-6); }
-  const first = dots[0].time, now = Math.max(data.status.time, first + 1);
-  const x = scale(first, now, box.left + 4, box.right - 4), y = scale(least / 1.6, most * 1.6, box.bottom, box.top, true);
+  const first = dots[0].time, end = Math.max(endOf(data), dots[dots.length - 1].time, first + 1), now = data.status.time;
+  const x = scale(first, end, box.left + 4, box.right - 4), y = scale(least / 1.6, most * 1.6, box.bottom, box.top, true);
   for (const value of ticks(y, 4)) {
     pen.fillStyle = style.getPropertyValue("--rule");
     pen.fillRect(box.left, Math.round(y(value)), box.right - box.left, 1);
@@ -35,7 +35,7 @@ function drawPauses(data) {
   pen.globalAlpha = 1;
   pen.fillStyle = style.getPropertyValue("--soft");
   pen.fillText(clock(first, now), box.left, height - 6);
-  const text = clock(now);
+  const text = clock(end, now);
   pen.fillText(text, box.right - pen.measureText(text).width, height - 6);
   pauseView.dots = dots;
   canvas.addEventListener("pointermove", (event) => { canvas.title = nearestPause(event.offsetX, event.offsetY, now); });
