@@ -6,11 +6,13 @@ from collections.abc import Callable
 from datetime import datetime, timezone
 
 import pytest
-from small_fleet import LEASE, Fleet, assert_one_line_of_training, place_lease
+from small_fleet import LEASE, Fleet, assert_one_line_of_training, make_rollouts, place_lease, rows_for, upload_result
 from test_fleet_members import LAST, claimed, offers, poll
 
 from deltawire.fleet.rules.fleet_clock import FleetClock
 from deltawire.fleet.steps.member_state import write_heartbeat
+from deltawire.format.records.fleet_parts import AttemptId
+from deltawire.format.records.member_records import Lease
 from deltawire.format.records.trainer_records import Round
 from deltawire.store import fleet_keys
 from deltawire.testing import FaultyStore
@@ -110,6 +112,40 @@ def test_a_silent_member_loses_its_lease_and_a_heard_one_keeps_it_when_the_store
             poll(fleet, trainer, LEASE / 8 + 0.1)
             assert offers(fleet) == ({} if turn < 7 else {"other": [(0, 1)]}), turn
         assert silent.state.working
+
+
+@pytest.mark.parametrize("seconds", STEPS)
+def test_a_trainer_that_finds_leases_with_wrong_dates_still_offers_the_task_of_a_late_member_to_others(seconds: float) -> None:
+    """The clock is set while members hold leases, and another trainer takes over. One member delivers, and the other one never does."""
+    fleet = Stepped()
+    with fleet.publisher() as publisher:
+        first = fleet.trainer(publisher)
+        record = first.open(1, tasks=3)
+        hog, other = claimed(fleet, first, "hog", 0), claimed(fleet, first, "other", 1)
+        leases = [place_lease(fleet, record, 2, member="other"), claimed_lease(fleet, record, 1)]
+    fleet.ahead += seconds
+    with fleet.publisher() as publisher:
+        second = fleet.trainer(publisher)
+        second.go(second.steps.resume())
+        poll(fleet, second, 5)
+        for lease in leases:
+            fleet.time += 5
+            made = make_rollouts(record, lease, rows_for(1)[0], second.steps.newest)
+            upload_result(fleet, record, lease, made)
+        other.state.working.clear()
+        offered: list[dict[str, list[tuple[int, int]]]] = []
+        for _ in range(30):
+            for member in (hog, other):
+                member.perform_all(write_heartbeat(member.state))
+            poll(fleet, second, 5)
+            offered.append(offers(fleet))
+        assert {"other": [(0, 1)]} in offered
+        assert [task.accepted is not None for task in second.steps.rounds[1].tasks] == [False, True, True]
+        assert second.steps.scheduler.expected_seconds("other") is None  # the trainer did not see how long its tasks took
+
+
+def claimed_lease(fleet: Fleet, record: Round, task: int) -> Lease:
+    return Lease.parse(fleet.inner.get(fleet_keys.lease_key(AttemptId(record.round, task, 0)), limit=9999))
 
 
 def test_the_age_of_an_object_is_bounded_by_what_the_trainer_saw() -> None:

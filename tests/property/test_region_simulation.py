@@ -30,18 +30,26 @@ def test_regions_keep_all_rules_despite_faults_of_links_and_relays() -> None:
     assert sum(one.direct for one in outcomes) > 30  # otherwise no relay fails any more
 
 
+@pytest.mark.parametrize("seed", [309, 445, 3662, 6325])
+def test_seeds_that_once_failed_hold(seed: int) -> None:
+    """docs/simulation.md says what each of them showed."""
+    assert simulate(seed, regions=True).violation is None
+
+
 def wait_for_silent_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give tasks to members of an isolated region, and offer them to no other member for half an hour."""
     honest = Roster.is_lease_alive
     monkeypatch.setattr(Roster, "is_lease_alive", lambda self, lease, since, now, seconds: honest(self, lease, since, now, 1800))
     monkeypatch.setattr(Scheduler, "is_straggler", lambda *arguments, **options: False)
     monkeypatch.setattr(Scheduler, "is_worth_a_copy", lambda *arguments: False)
+    monkeypatch.setattr(Scheduler, "is_long", lambda *arguments: False)
 
 
 def wait_for_slow_members(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for the results of members that are alive, however long their links take."""
     monkeypatch.setattr(Scheduler, "is_straggler", lambda *arguments, **options: False)
     monkeypatch.setattr(Scheduler, "is_worth_a_copy", lambda *arguments: False)
+    monkeypatch.setattr(Scheduler, "is_long", lambda *arguments: False)
 
 
 def show_commits_before_data(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,8 +84,8 @@ def trust_any_relay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("break_it", "violation", "seed"),
     [
-        pytest.param(wait_for_silent_members, "s after the one before", 29, id="waiting for an isolated region"),
-        pytest.param(wait_for_slow_members, "s after the one before", 113, id="waiting for a slow region"),
+        pytest.param(wait_for_silent_members, "s after the one before", 36, id="waiting for an isolated region"),
+        pytest.param(wait_for_slow_members, "s after the one before", 77, id="waiting for a slow region"),
         pytest.param(show_commits_before_data, "does not have the data", 0, id="commits before data"),
         pytest.param(begin_a_copy_anew, "crossed the link", 22, id="a copy begun anew"),
         pytest.param(pass_the_relay_by, "although (the|its) relay work", 0, id="readers past the relay"),

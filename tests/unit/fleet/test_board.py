@@ -9,7 +9,7 @@ from deltawire.fleet.rules.scheduler import Scheduler
 from deltawire.fleet.rules.staleness import KnownVersion
 from deltawire.format.digest import Digest
 from deltawire.format.records.fleet_parts import AttemptId, ObjectRef
-from deltawire.format.records.member_records import Heartbeat, Lease
+from deltawire.format.records.member_records import Heartbeat, Lease, LinkReport
 from deltawire.format.records.trainer_records import Board, Round, Sampling
 
 RUN, NONCE, HASH = "ab" * 16, "cd" * 16, "ef" * 32
@@ -23,8 +23,9 @@ def round_of(number: int, for_step: int, tasks: int, oldest_step: int) -> RoundS
     return RoundState(record, (({},),) * tasks, 1.0)
 
 
-def hear(roster: Roster, member: str, step: int, at: float, *, working: tuple[AttemptId, ...] = ()) -> None:
-    beat = Heartbeat(RUN, member, NONCE, "idle", step, step, 0, 0, 0, working, 0)
+def hear(roster: Roster, member: str, step: int, at: float, *, working: tuple[AttemptId, ...] = (), goodput: int | None = None) -> None:
+    link = None if goodput is None else LinkReport(goodput, 100, 0)
+    beat = Heartbeat(RUN, member, NONCE, "idle", step, step, 0, 0, 0, working, 0, link=link)
     roster.heard(member, beat, at, at, at)
 
 
@@ -90,6 +91,45 @@ def test_while_nothing_is_known_an_idle_member_gets_a_copy_before_patience_ends(
     lease(state, 0, "far", NOW)
     for later, expected in ((59, {}), (61, {"near": (AttemptId(0, 0, 1),)})):
         for name in ("far", "near"):
+            hear(roster, name, 10, NOW + later, working=(AttemptId(0, 0, 0),) if name == "far" else ())
+        assert board([state], roster, scheduler, now=NOW + later).offers == expected
+
+
+def test_members_of_unknown_speed_get_copies_of_a_long_task_one_after_the_other_and_those_with_faster_links_first() -> None:
+    roster, scheduler = Roster(RUN), Scheduler(patience=120)
+    state = round_of(0, 11, 1, 9)
+    lease(state, 0, "far", NOW)
+    links = {"far": 100, "far-too": 100, "near": 9000, "unmeasured": None}
+    held: dict[str, AttemptId] = {"far": AttemptId(0, 0, 0)}
+    for number, (later, chosen) in enumerate(((61, "near"), (122, "far-too"), (183, "unmeasured")), start=1):
+        for at, expected in ((later - 2, {}), (later, {chosen: (AttemptId(0, 0, number),)})):
+            for name, goodput in links.items():
+                hear(roster, name, 10, NOW + at, working=(held[name],) if name in held else (), goodput=goodput)
+            assert board([state], roster, scheduler, now=NOW + at).offers == expected
+        lease(state, 0, chosen, NOW + later)
+        held[chosen] = AttemptId(0, 0, number)
+
+
+def test_members_of_unknown_speed_get_copies_if_all_that_have_delivered_are_slow() -> None:
+    roster, scheduler = fleet(far=234.0, farther=434.0)
+    hear(roster, "unknown", 10, NOW - 1)
+    state = round_of(0, 11, 1, 9)
+    lease(state, 0, "far", NOW)
+    for later, expected in ((59, {}), (61, {"unknown": (AttemptId(0, 0, 1),)}), (62, {"unknown": (AttemptId(0, 0, 1),)})):
+        for name in ("far", "farther", "unknown"):
+            hear(roster, name, 10, NOW + later, working=(AttemptId(0, 0, 0),) if name == "far" else ())
+        assert board([state], roster, scheduler, now=NOW + later).offers == expected
+
+
+def test_a_member_that_lost_its_copy_gets_the_next_one_after_a_rest() -> None:
+    roster, scheduler = fleet(far=500.0)
+    scheduler.note_alive(["far", "unlucky"], NOW)
+    scheduler.delivered("unlucky", tokens=0, offered=NOW, leased=NOW, finished=NOW + 10)
+    state = round_of(0, 11, 1, 9)
+    lease(state, 0, "far", NOW)
+    copy = {"unlucky": (AttemptId(0, 0, 1),)}
+    for later, expected in ((65, {}), (71, copy), (73, copy)):  # it keeps an offer that it has not taken yet
+        for name in ("far", "unlucky"):
             hear(roster, name, 10, NOW + later, working=(AttemptId(0, 0, 0),) if name == "far" else ())
         assert board([state], roster, scheduler, now=NOW + later).offers == expected
 

@@ -270,6 +270,17 @@ def test_a_lease_far_longer_than_others_is_a_straggler_unless_the_member_is_just
     assert not scheduler.is_straggler("slow", NOW, NOW + 200, times=2)
 
 
+def test_results_of_leases_that_the_trainer_did_not_see_begin_say_nothing_about_speed() -> None:
+    scheduler = Scheduler(patience=100)
+    scheduler.delivered("found", tokens=100, offered=NOW - 3e8, leased=NOW - 3e8, finished=NOW, is_timed=False)
+    assert (scheduler.proven("found"), scheduler.rate("found"), scheduler.expected_seconds("found")) == (1, None, None)
+    scheduler.delivered("found", tokens=0, offered=NOW - 3e8, leased=NOW - 3e8, finished=NOW, is_timed=False)
+    assert (scheduler.proven("found"), scheduler.rate("found")) == (0, None)
+    assert scheduler.is_straggler("found", NOW, NOW + 101)
+    scheduler.delivered("found", tokens=100, offered=NOW, leased=NOW, finished=NOW + 10)
+    assert (scheduler.rate("found"), scheduler.expected_seconds("other")) == (10, 10)
+
+
 def test_before_anything_is_measured_patience_is_what_it_was_set_to() -> None:
     assert not Scheduler(patience=50).is_straggler("anyone", NOW, NOW + 50)
     assert Scheduler(patience=50).is_straggler("anyone", NOW, NOW + 51)

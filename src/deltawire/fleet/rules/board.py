@@ -168,26 +168,39 @@ def _offer_late_tasks(
     newest_open: int,
     now: float,
 ) -> None:
-    """Add tasks that a late member holds to the open tasks of the first round, each for one member that would be idle otherwise.
+    """Add tasks that late members hold to the open tasks of the first round, each for one member that would be idle otherwise.
 
-    The fastest of these members come first. Those that have delivered nothing count only while no member has: a copy that a member behind
-    the same slow link gets would not help.
+    The fastest members that have delivered come first. All members that have delivered may be slow, so tasks that take long also go to
+    members of unknown speed, one after the other. Those that report a faster link come first: if a member behind a slow link holds the
+    task, a copy for another one behind the same link would not help.
     """
     state, opened, _ = surveys[0]
     idle = [
         name for name, beat in alive.items() if beat.step is not None and beat.step >= state.record.oldest_step and not holding.get(name)
     ]
+    waiting = sum(len(each) for one, each, _ in surveys if one.record.for_step <= newest_open)
     proven = [name for name in idle if scheduler.proven(name)]
-    fastest = sorted(proven or idle, key=lambda name: (scheduler.expected_seconds(name) or 0.0, name))
-    spare = len(fastest) - sum(len(each) for one, each, _ in surveys if one.record.for_step <= newest_open)
-    seconds = scheduler.expected_seconds(fastest[0]) if fastest else None
-    if spare > 0 and (proven or seconds is None):
-        known = {one.task for one in opened}
-        late = [one for one in state.late_tasks(roster, scheduler, seconds, now) if one.task not in known]
-        for one in late[:spare]:
-            name = next((each for each in fastest if each not in one.failed), fastest[0])
-            fastest.remove(name)
-            opened.append(replace(one, wanted=name))
+    fastest = sorted(proven, key=lambda name: (scheduler.expected_seconds(name) or 0.0, name))
+    if len(fastest) > waiting:
+        late = state.late_tasks(roster, scheduler, scheduler.expected_seconds(fastest[0]), now)
+        _offer_copies(opened, late, fastest, len(fastest) - waiting)
+    offered = {task.offered_to for task in state.tasks}
+    unknown = [name for name in idle if not scheduler.proven(name) and (name in offered or scheduler.may_be_tried(name, now))]
+    nearest = sorted(unknown, key=lambda name: (-_reported_goodput(alive[name]), name))
+    _offer_copies(opened, state.long_tasks(roster, scheduler, now), nearest, len(unknown) - max(0, waiting - len(proven)))
+
+
+def _offer_copies(opened: list[OpenTask], tasks: Sequence[OpenTask], members: list[str], most: int) -> None:
+    """Add the first tasks that are not open yet, at most so many, each for the first of these members that has not failed at it."""
+    known = {one.task for one in opened}
+    for one in [each for each in tasks if each.task not in known][: max(0, most)]:
+        name = next((each for each in members if each not in one.failed), members[0])
+        members.remove(name)
+        opened.append(replace(one, wanted=name))
+
+
+def _reported_goodput(beat: Heartbeat) -> int:
+    return 0 if beat.link is None or beat.link.goodput is None else beat.link.goodput
 
 
 class _Offers:

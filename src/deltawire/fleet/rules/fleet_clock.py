@@ -30,6 +30,11 @@ class FleetClock:
         """True once the trainer has seen the store's time of an object that it wrote itself."""
         return self._ahead is not None
 
+    @property
+    def is_bounded(self) -> bool:
+        """True if an earlier look bounds how old the objects are that the last look showed for the first time."""
+        return self._before > float("-inf")
+
     def begin(self) -> float:
         """Return the time of this moment: at which a listing begins (see `looked`), or at which an object was written (see `wrote`)."""
         return self._ticks()

@@ -35,12 +35,15 @@ class HeldLease:
         When the attempt was offered to the member.
     invited
         Whether the trainer offered this attempt to this member. The trainer never waits for other leases.
+    is_timed
+        Whether the trainer saw when the lease began. Otherwise `since` rests on the store's clock alone, or is later than the beginning.
     """
 
     lease: Lease | None
     since: float
     offered: float
     invited: bool = True
+    is_timed: bool = True
 
 
 @dataclass(slots=True)
@@ -176,12 +179,12 @@ class RoundState:
             and attempt.attempt not in self.tasks[attempt.task].leases
         ]
 
-    def leased(self, attempt: AttemptId, lease: Lease | None, since: float) -> None:
+    def leased(self, attempt: AttemptId, lease: Lease | None, since: float, *, is_timed: bool = True) -> None:
         """Note a lease that was read; None for an object that is not a lease."""
         task = self.tasks[attempt.task]
         offered = task.offered_at if lease is not None and lease.member == task.offered_to else since
         invited = lease is not None and (lease.member in task.invited.get(attempt.attempt, ()) or (self.adopted and not self.looked))
-        task.leases[attempt.attempt] = HeldLease(lease, since, min(offered, since), invited)
+        task.leases[attempt.attempt] = HeldLease(lease, since, min(offered, since), invited, is_timed)
 
     def note_free_attempts(self, roster: Roster, now: float) -> None:
         """Count free attempts as leased by the members that work on them, as their heartbeats say. This ends the first look."""
@@ -192,15 +195,15 @@ class RoundState:
                 state = self.tasks[task]
                 invited = member in state.invited.get(attempt, ()) or (self.adopted and not self.looked)
                 if invited and attempt not in state.leases:
-                    self.hold_free_attempt(AttemptId(self.record.round, task, attempt), member, now)
+                    self.hold_free_attempt(AttemptId(self.record.round, task, attempt), member, now, is_timed=self.looked)
         self.looked = True
 
-    def hold_free_attempt(self, attempt: AttemptId, member: str, now: float) -> None:
+    def hold_free_attempt(self, attempt: AttemptId, member: str, now: float, *, is_timed: bool) -> None:
         """Note that a member works on a free attempt, as if it had a lease."""
         task = self.tasks[attempt.task]
         lease = Lease(self.record.id, *attempt, member, "0" * 32, 0, 0)
         offered = task.offered_at if member == task.offered_to else now
-        task.leases[attempt.attempt] = HeldLease(lease, now, min(offered, now))
+        task.leases[attempt.attempt] = HeldLease(lease, now, min(offered, now), is_timed=is_timed)
 
     def may_be_leased(self, attempt: AttemptId) -> bool:
         """Return whether a result of this attempt is worth reading: its lease has an object, or it needs no lease."""
@@ -266,9 +269,7 @@ class RoundState:
             times = 2.0 ** min(len(holding) - 1, _MOST_DOUBLINGS)
             if not all(one.lease is not None and scheduler.is_straggler(one.lease.member, one.since, now, times=times) for one in holding):
                 continue
-            busy = frozenset(one.lease.member for one in holding if one.lease is not None)
-            tried = frozenset(one.lease.member for one in task.leases.values() if one.lease is not None and one.invited)
-            opened.append(OpenTask(number, task.offered_to, task.offered_at, busy, tried - busy))
+            opened.append(_open_task(number, task, holding))
         return opened, held
 
     def late_tasks(self, roster: Roster, scheduler: Scheduler, others: float | None, now: float) -> list[OpenTask]:
@@ -283,12 +284,27 @@ class RoundState:
                 continue
             member, since = held[0].lease.member, held[0].since
             if scheduler.is_worth_a_copy(member, since, now, others):
-                tried = frozenset(one.lease.member for one in task.leases.values() if one.lease is not None and one.invited)
-                expected = since + (scheduler.expected_seconds(member) or 0.0)
-                late.append((-expected, OpenTask(number, task.offered_to, task.offered_at, frozenset([member]), tried - {member})))
+                late.append((-since - (scheduler.expected_seconds(member) or 0.0), _open_task(number, task, held)))
         return [one for _, one in sorted(late, key=lambda each: (each[0], each[1].task))]
+
+    def long_tasks(self, roster: Roster, scheduler: Scheduler, now: float) -> list[OpenTask]:
+        """Return the tasks whose newest lease has lasted long, however many members hold them; the longest first."""
+        long: list[tuple[float, OpenTask]] = []
+        for number, task in enumerate(self.tasks):
+            held = [] if task.accepted is not None else self.live_leases(task, roster, now)
+            newest = max((one.since for one in held), default=now)
+            if scheduler.is_long(newest, now):
+                long.append((newest, _open_task(number, task, held)))
+        return [one for _, one in sorted(long, key=lambda each: (each[0], each[1].task))]
 
     def offer(self, offers: dict[int, str], now: float) -> None:
         """Remember which member each task is offered to from now on. `offers` maps tasks to members."""
         for number, task in enumerate(self.tasks):
             task.offer_to(offers.get(number), now, self.record.lease_seconds)
+
+
+def _open_task(number: int, task: TaskState, held: Sequence[HeldLease]) -> OpenTask:
+    """Return a task that should be offered, also while members hold it."""
+    busy = frozenset(one.lease.member for one in held if one.lease is not None)
+    tried = frozenset(one.lease.member for one in task.leases.values() if one.lease is not None and one.invited)
+    return OpenTask(number, task.offered_to, task.offered_at, busy, tried - busy)

@@ -7,12 +7,11 @@ speed is never used.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .assignment import OpenTask, assign, divide_tasks
+from .measurements import Durations, MemberRecord, blend
 
 _MOST_PROGRESS = 0.75
 """A task that a member holds counts as at most this far done. One that takes longer than usual counts as not begun."""
@@ -20,8 +19,8 @@ _CLEARLY = 1.5
 """A copy of a task is worth its while if the first attempt takes so many times as long as the copy."""
 _LONGER_REST = 10
 """A member that would hold up the step is tried after so many times `rest_seconds`, unless it has lost only one task."""
-_UNKNOWN = 0.5
-"""While no duration is known, idle members get copies of tasks whose leases have lasted this share of `patience`."""
+_LONG = 0.5
+"""Idle members that have delivered nothing yet get copies of tasks whose leases have lasted this share of `patience`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +46,6 @@ class Candidate:
     holding: int = 0
     since: float | None = None
     latest: float | None = None
-
-
-@dataclass(slots=True)
-class _Record:
-    """The trainer's measurements of one member."""
-
-    rate: float | None = None
-    interval: float | None = None
-    """Seconds between two accepted results while the member has work."""
-    tokens: int = 0
-    results: int = 0
-    elapsed: float = 0.0
-    finished: float = float("-inf")
-    seconds_per_task: float | None = None
-    latency: float | None = None
-    """Seconds from a lease to its result, of leases that the member took while it had no other work."""
-    proven: int = 0
-    lost: int = 0
-    """How many results in a row were lost or refused."""
-    live: bool = True
-    last_busy: float = float("-inf")
 
 
 @dataclass(slots=True)
@@ -103,9 +81,8 @@ class Scheduler:
     rest_seconds: float = 60.0
     straggler: float = 3.0
     patience: float = 120.0
-    _records: dict[str, _Record] = field(default_factory=dict, init=False)
-    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=65), init=False)
-    _sorted_durations: list[float] = field(default_factory=list, init=False)
+    _records: dict[str, MemberRecord] = field(default_factory=dict, init=False)
+    _durations: Durations = field(default_factory=Durations, init=False)
     _tokens_per_task: float | None = field(default=None, init=False)
     unresponsive: set[str] = field(default_factory=set, init=False)
     """Members that ignored the offers of the round that the last call of `offers` was about."""
@@ -136,14 +113,13 @@ class Scheduler:
         for name in alive:
             record = self._records.get(name)
             if record is None:
-                self._records[name] = _Record(last_busy=now)
+                self._records[name] = MemberRecord(last_busy=now)
             elif not record.live:
-                record.live, record.proven, record.last_busy = True, 0, now
-                record.tokens, record.results, record.elapsed = 0, 0, 0.0
+                record.rejoined(now)
         for name, record in self._records.items():
             record.live = name in alive
 
-    def delivered(self, member: str, *, tokens: int, offered: float, leased: float, finished: float) -> None:
+    def delivered(self, member: str, *, tokens: int, offered: float, leased: float, finished: float, is_timed: bool = True) -> None:
         """Note that a member delivered a result. Report the results of each member in the order in which they finished.
 
         The time while a member waits for an offer does not count against it. The time from the offer to the result does, also before the
@@ -162,33 +138,16 @@ class Scheduler:
             When the member took the lease.
         finished
             When the result arrived.
+        is_timed
+            Whether the trainer saw when the lease began. Otherwise the result says nothing about speed: `leased` may be wrong by years.
         """
-        record = self._records.setdefault(member, _Record(last_busy=finished))
-        was_free = leased >= record.finished
-        record.tokens += tokens
-        record.results += tokens > 0
-        record.elapsed += max(0.0, finished - max(offered, record.finished))
-        record.finished = record.last_busy = max(record.finished, finished)
-        if record.elapsed >= self.window:
-            measured = record.tokens / record.elapsed
-            record.rate = self._blend(record.rate, measured) if record.rate else measured  # 0: nothing was accepted before
-            if record.results:
-                each = record.elapsed / record.results
-                record.interval = each if record.interval is None else self._blend(record.interval, each)
-            record.tokens, record.results, record.elapsed = 0, 0, 0.0
-        if tokens == 0:
-            record.proven, record.lost = 0, record.lost + 1
-            return
-        record.proven, record.lost = record.proven + 1, 0
-        duration = max(0.0, finished - leased)
-        if was_free:
-            record.latency = duration if record.latency is None else self._blend(record.latency, duration)
-        record.seconds_per_task = duration if record.seconds_per_task is None else self._blend(record.seconds_per_task, duration)
-        self._tokens_per_task = tokens if self._tokens_per_task is None else self._blend(self._tokens_per_task, tokens)
-        if len(self._durations) == self._durations.maxlen:
-            self._sorted_durations.remove(self._durations[0])
-        self._durations.append(duration)
-        insort(self._sorted_durations, duration)
+        record = self._records.setdefault(member, MemberRecord(last_busy=finished))
+        duration = record.delivered(
+            tokens, offered=offered, leased=leased, finished=finished, is_timed=is_timed, beta=self.beta, window=self.window
+        )
+        if duration is not None:
+            self._tokens_per_task = blend(self.beta, self._tokens_per_task, tokens)
+            self._durations.add(duration)
 
     def rate(self, member: str) -> float | None:
         """Return the measured tokens per second of a member; None before the first measurement.
@@ -296,13 +255,13 @@ class Scheduler:
         record = self._records.get(member)
         if record is not None and record.seconds_per_task is not None:
             return record.seconds_per_task
-        return self._sorted_durations[len(self._sorted_durations) // 2] if self._sorted_durations else None
+        return self._durations.typical
 
     def is_worth_a_copy(self, member: str, leased: float, now: float, others: float | None) -> bool:
         """Return whether another member that has nothing to do should be offered a task that this member holds.
 
         It should if the other one would be done clearly earlier, or if the lease has lasted far longer than tasks of the fleet or of this
-        member usually do. While nothing is known, it should after a part of `patience`: the other one has nothing else to do.
+        member usually do. While nothing is known, it should if the lease is long (`is_long`): the other one has nothing else to do.
 
         Parameters
         ----------
@@ -315,18 +274,45 @@ class Scheduler:
         others
             How many seconds the other member needs; None if nothing is known.
         """
-        expected = self.expected_seconds(member)
-        if expected is None or others is None:
-            return now - leased > _UNKNOWN * self.patience
-        typical = self._sorted_durations[len(self._sorted_durations) // 2]
+        expected, typical = self.expected_seconds(member), self._durations.typical
+        if expected is None or typical is None or others is None:
+            return self.is_long(leased, now)
         left = leased + expected - now
         return left > _CLEARLY * others + self.window or now - leased > self.straggler * max(self.window, min(typical, expected))
 
+    def is_long(self, leased: float, now: float) -> bool:
+        """Return whether a lease has lasted so long that an idle member of unknown speed may be tried with a copy of the task.
+
+        Parameters
+        ----------
+        leased
+            When the newest lease of the task was taken.
+        now
+            The time of the fleet clock.
+        """
+        return now - leased > _LONG * self.patience
+
+    def may_be_tried(self, member: str, now: float) -> bool:
+        """Return whether an idle member of unknown speed may be tried: it never had a task, or has rested since it lost the last one.
+
+        Parameters
+        ----------
+        member
+            The member's name.
+        now
+            The time of the fleet clock.
+        """
+        record = self._record(member)
+        return not record.proven and (not record.lost or self._has_rested(record, now, is_soon=record.lost == 1))
+
+    def _has_rested(self, record: MemberRecord, now: float, *, is_soon: bool) -> bool:
+        return now - record.last_busy > self.rest_seconds * (1 if is_soon else _LONGER_REST)
+
     def _longest_lease(self, member: str) -> float:
         """Return the seconds after which a member that should deliver a task is late."""
-        if not self._sorted_durations:
+        typical = self._durations.typical
+        if typical is None:
             return self.patience
-        typical = self._sorted_durations[len(self._sorted_durations) // 2]
         return self.straggler * max(typical, self._record(member).seconds_per_task or 0.0, self.window)
 
     def _find_unresponsive(self, tasks: Sequence[OpenTask], eligible: Sequence[Candidate], now: float) -> set[str]:
@@ -345,11 +331,8 @@ class Scheduler:
                 self.delivered(one.name, tokens=0, offered=heard, leased=heard, finished=now)
         return unresponsive
 
-    def _record(self, member: str) -> _Record:
-        return self._records.setdefault(member, _Record())
-
-    def _blend(self, old: float, new: float) -> float:
-        return self.beta * old + (1 - self.beta) * new
+    def _record(self, member: str) -> MemberRecord:
+        return self._records.setdefault(member, MemberRecord())
 
     def _counts(self, total: int, eligible: Sequence[Candidate], now: float) -> dict[str, int]:
         """Return how many of `total` open tasks each member should be offered, given how much it has to do before."""
@@ -395,7 +378,7 @@ class Scheduler:
             rate = median if record.rate is None else record.rate
             if one.since is not None and self._tokens_per_task is not None and now > one.since:
                 at_most = self._tokens_per_task / (now - one.since)
-                rate = min(rate, at_most if self.is_straggler(one.name, one.since, now) else self._blend(rate, at_most))
+                rate = min(rate, at_most if self.is_straggler(one.name, one.since, now) else blend(self.beta, rate, at_most))
             weights.append(max(rate, 1e-6 * median))
         return weights
 
@@ -409,9 +392,9 @@ class Scheduler:
         total = sum(counts)
         idle = []
         for index, one in enumerate(eligible):
-            is_soon = in_time[index] or self._record(one.name).lost == 1
-            rest = self.rest_seconds * (1 if is_soon else _LONGER_REST)
-            if counts[index] == 0 and one.holding == 0 and now - self._record(one.name).last_busy > rest:
+            record = self._record(one.name)
+            is_idle = counts[index] == 0 and one.holding == 0
+            if is_idle and self._has_rested(record, now, is_soon=in_time[index] or record.lost == 1):
                 idle.append(index)
         idle.sort(key=lambda index: self._record(eligible[index].name).last_busy)
         for index in idle[: 0 if total < 2 else max(1, total // 8)]:

@@ -133,7 +133,7 @@ class Intake:
         if isinstance(answer, bytes):
             lease = parsed_answer(Lease.parse, answer)
             is_sound = lease is not None and (lease.round, lease.task, lease.attempt) == attempt
-            state.leased(attempt, lease if is_sound else None, since)
+            state.leased(attempt, lease if is_sound else None, since, is_timed=self._clock.is_bounded)
         elif isinstance(answer, LimitExceeded):
             state.leased(attempt, None, since)
         elif not isinstance(answer, ObjectMissing):
@@ -197,7 +197,9 @@ class Intake:
         for state in rounds:
             for lost in state.newly_lost(self.roster, now):
                 assert lost.lease is not None
-                self._scheduler.delivered(lost.lease.member, tokens=0, offered=lost.offered, leased=lost.since, finished=now)
+                self._scheduler.delivered(
+                    lost.lease.member, tokens=0, offered=lost.offered, leased=lost.since, finished=now, is_timed=lost.is_timed
+                )
 
     def refuse(self, state: RoundState, key: RolloutKey, refusal: Refusal, member: str | None) -> None:
         """Count a result as refused, and emit the event."""
@@ -242,7 +244,7 @@ class Intake:
         if rollouts is not None:
             is_free = key.attempt >= fleet_keys.FIRST_FREE_ATTEMPT and state.may_deliver_freely(key.attempt_id, rollouts.member)
             if is_free and held is None:  # the result arrived before the heartbeat that names the attempt
-                state.hold_free_attempt(key.attempt_id, rollouts.member, arrived)
+                state.hold_free_attempt(key.attempt_id, rollouts.member, arrived, is_timed=False)
                 held = state.tasks[key.task].leases[key.attempt]
                 lease = held.lease
             # The key is judged again, because another result of the task may have been accepted since.
@@ -255,7 +257,9 @@ class Intake:
                 refusal = yield from self._judge_substance(state, key, rollouts)
         if held is not None and lease is not None and (refusal is None or refusal.reason not in ("duplicate", "late", "unleased")):
             tokens = rollouts.tokens if rollouts is not None and refusal is None else 0
-            self._scheduler.delivered(lease.member, tokens=tokens, offered=held.offered, leased=held.since, finished=arrived)
+            self._scheduler.delivered(
+                lease.member, tokens=tokens, offered=held.offered, leased=held.since, finished=arrived, is_timed=held.is_timed
+            )
         if rollouts is None or refusal is not None:
             self.refuse(state, key, refusal or Refusal("malformed"), lease.member if lease is not None else None)
             return
