@@ -25,6 +25,7 @@ import fcntl
 import functools
 import gc
 import importlib
+import importlib.util
 import json
 import multiprocessing.popen_spawn_posix
 import multiprocessing.util
@@ -49,7 +50,12 @@ _LIGHT += ["deltawire.cli.*", "deltawire.publish.*", "deltawire.subscribe.*", "d
 _LIGHT += ["deltawire.engines.vllm.driver.sidecar"]
 _TORCH = [*_LIGHT, "torch", "torch._dynamo", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3"]
 _TORCH += ["transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto", "safetensors.torch"]
-_TORCH += ["deltawire.trainers", "deltawire.rl.*", "deltawire.fleet.*"]
+_TORCH += ["deltawire.trainers", "deltawire.rl.*", "deltawire.fleet.*", "deltawire.gateway.*"]
+_TORCH += [
+    name
+    for name in ("fastapi", "uvicorn.protocols.http.httptools_impl", "prometheus_client")
+    if importlib.util.find_spec(name.partition(".")[0])
+]
 _TRL = [*_TORCH, "trl.experimental.async_grpo", "datasets"]
 WARM_UPS = {"light": _LIGHT, "torch": _TORCH, "trl": _TRL}
 """The modules that each parent imports before it forks. A star means all modules of a package."""

@@ -19,6 +19,7 @@ from deltawire.gateway import GatewayOptions, serve_gateway
 from deltawire.gateway.options import EngineAddress
 from deltawire.store import Store
 from deltawire.store.live_keys import FEEDBACK, INTERACTIONS
+from deltawire.testing.faulty_store import Before, FaultyStore
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> None:
@@ -43,8 +44,9 @@ def serving(serve: Callable[..., None], *arguments: Any, **options: Any) -> Iter
             serve(*arguments, stop=stop, on_ready=on_ready, **options)
         except BaseException as error:
             found.append(error)
+            if ready.is_set():
+                raise
             ready.set()
-            raise
 
     thread = threading.Thread(target=run, name="server of a test")
     thread.start()
@@ -108,6 +110,16 @@ def stored_interactions(store: Store) -> list[Interactions]:
 
 def stored_feedback(store: Store) -> list[FeedbackFile]:
     return [FeedbackFile.parse(store.get(info.key, limit=1 << 20)) for info in sorted(store.list(FEEDBACK), key=lambda info: info.key)]
+
+
+class AwayStore(FaultyStore):
+    """A store whose puts of some keys fail while `is_away` is true."""
+
+    def __init__(self, inner: Store, prefix: str) -> None:
+        self.is_away = True
+        super().__init__(
+            inner, [Before(lambda call: self.is_away and call.op == "put" and call.key.startswith(prefix), "unavailable", None)]
+        )
 
 
 @contextlib.contextmanager

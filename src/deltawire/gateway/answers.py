@@ -108,10 +108,10 @@ def row_of(
     tools = frozenset[str]() if asked is None else tool_names(asked.body)
     if not isinstance(calls, list) or not calls or (len(calls) > 1 and intent["route"] != "completions"):
         raise Unusable("the engine drew several answers, or none, for one prompt.")
-    if len(calls) > 1:
-        calls = sorted(calls, key=lambda call: int(found[1]) if (found := _SUFFIX.search(str(call.get("request_id")))) else 0)
     row: dict[str, Any] = {"interactions": [], "prompts": [], "completions": []}
     try:
+        if len(calls) > 1:
+            calls = sorted(calls, key=lambda call: int(found[1]) if (found := _SUFFIX.search(str(call.get("request_id")))) else 0)
         for number, call in enumerate(calls):
             prompt = _ids(call["prompt_token_ids"])
             drawn = [_read(choice) for choice in call["choices"]]
@@ -126,7 +126,7 @@ def row_of(
                 row["interactions"].append(kept.plain())
                 row["completions"].append(_completion(len(row["prompts"]), each, oldest, routers, len(prompt)))
             row["prompts"].append(_packed(prompt, "<i4"))
-    except (KeyError, TypeError, ValueError, OverflowError, EngineError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, EngineError) as error:
         raise Unusable(f"what the engine drew cannot be read: {error!r:.300}.") from None
     if not row["completions"]:
         raise Unusable("nothing of the answer may be recorded, or it has no tokens.")

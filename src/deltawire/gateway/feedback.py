@@ -225,7 +225,7 @@ class FeedbackIntake:
     async def _read_store(self) -> None:
         try:
             with contextlib.suppress(DeltawireError):  # the id stays unknown, and the sender may try again
-                await asyncio.to_thread(self._known.refresh, self._store)
+                await asyncio.to_thread(self._known.refresh)
         finally:
             self._refreshed, self._refreshing = asyncio.get_running_loop().time(), None
 

@@ -96,6 +96,7 @@ def _server(app: Any) -> Any:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         ws="none",
         backlog=2048,
         timeout_keep_alive=75,

@@ -76,7 +76,7 @@ class Journal:
         self._segment = max(segments, default=-1) + 1
         self._recover(segments)
         self._intents = self._open("intents.log")
-        self._intents_size = os.fstat(self._intents).st_size
+        self._compact()  # an intent whose row was found is done for good, also when the row has left the journal
         self._rows = self._open(f"rows-{self._segment:010}.log")
         self.rows = self.row_bytes = 0
         """The number of rows, and of their bytes, in the segment that grows."""

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from datetime import datetime, timedelta, timezone
 from typing import NamedTuple
 
-from ..errors import CorruptInteractions, ObjectMissing
-from ..format.content_hash import content_hash
-from ..format.interactions import MAX_INTERACTIONS_BYTES, Interactions
+from ..events import OnEvent
+from ..live.traffic_reader import TrafficReader
 from ..store.base import Store
-from ..store.live_keys import INTERACTIONS, LiveKey, interactions_key, parse_interactions_key
 
-_MOST_FILES = 1000
-"""At most this many files are read at once, the newest ones."""
+_OLDEST = timedelta(days=7)
+"""Interactions of other sessions that were stored longer ago, when this one began, are not known."""
 
 
 class Known(NamedTuple):
@@ -33,19 +32,24 @@ class KnownIds:
 
     Parameters
     ----------
-    most
-        The most interactions, and the most episodes, to remember.
+    store
+        The store.
     run
         The id of the run.
     session
         The session of this gateway, whose interactions are added by `add`.
+    most
+        The most interactions, and the most episodes, to remember.
+    on_event
+        Called with "live-file-refused".
     """
 
-    def __init__(self, most: int, run: str, session: str) -> None:
-        self._most, self._run, self._own = most, run, session
+    def __init__(self, store: Store, run: str, session: str, *, most: int, on_event: OnEvent | None = None) -> None:
+        since = datetime.now(timezone.utc) - _OLDEST
+        self._reader = TrafficReader(store, run, since=since, besides=session, on_event=on_event)
+        self._most = most
         self._inferences: OrderedDict[str, Known] = OrderedDict()
         self._episodes: OrderedDict[str, Known] = OrderedDict()
-        self._read: dict[str, int] = {}
         self._lock = threading.Lock()
         self._reading = threading.Lock()
 
@@ -69,33 +73,9 @@ class KnownIds:
         """Return what is known about an episode, or None."""
         return self._episodes.get(name)
 
-    def refresh(self, store: Store) -> None:
-        """Read the interactions that other sessions have stored since the last call. Raises errors of the store.
-
-        Parameters
-        ----------
-        store
-            The store.
-        """
+    def refresh(self) -> None:
+        """Read the interactions that other sessions have stored since the last call. Raises errors of the store."""
         with self._reading:
-            found = ((parse_interactions_key(info.key), info.modified) for info in store.list(INTERACTIONS))
-            new = [
-                (modified, key)
-                for key, modified in found
-                if key is not None and key.gateway != self._own and key.number > self._read.get(key.gateway, -1)
-            ]
-            for _, key in sorted(new)[-_MOST_FILES:]:
-                self._read_file(store, key)
-                self._read[key.gateway] = max(key.number, self._read.get(key.gateway, -1))
-
-    def _read_file(self, store: Store, key: LiveKey) -> None:
-        try:
-            data = store.get(interactions_key(key), limit=MAX_INTERACTIONS_BYTES)
-            if content_hash(data) != key.blake3:
-                return
-            file = Interactions.parse(data)
-        except (ObjectMissing, CorruptInteractions):  # it was swept, or is not a gateway's
-            return
-        if (file.run, file.gateway) == (self._run, key.gateway):
-            for one in file.interactions:
-                self.add(one.id, one.time, one.episode, one.caller)
+            for placed in self._reader.interactions():
+                for one in placed.file.interactions:
+                    self.add(one.id, one.time, one.episode, one.caller)

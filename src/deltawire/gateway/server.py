@@ -25,12 +25,12 @@ from ..subscribe.model_files import read_model_files
 from .api_keys import ApiKeys
 from .app import GatewayApp
 from .channel_watch import ChannelWatch
-from .declared_metrics import DeclaredMetrics
 from .engine_pool import EnginePool, http_client
 from .feedback import FeedbackIntake
 from .http_server import ENDING_SECONDS, listen
 from .journal import Journal, ended_sessions
 from .known_ids import KnownIds
+from .metrics_watch import MetricsWatch
 from .options import GatewayOptions
 from .proxy import Proxy
 from .recorder import Recorder
@@ -117,7 +117,7 @@ class _Gateway:
                 patience=options.patience,
                 on_event=self._on_event,
             )
-            known = KnownIds(options.known_ids, run, session)
+            known = KnownIds(self._store, run, session, most=options.known_ids, on_event=self._on_event)
             uploads = Uploads(self._reading.open_log(self._store), [journal, *ended], flush=options.flush, on_event=self._on_event)
             recorder = Recorder(
                 pool,
@@ -130,7 +130,7 @@ class _Gateway:
                 routers=functools.cache(self._routers),
                 on_event=self._on_event,
             )
-            metrics = DeclaredMetrics(self._reading.open_log(self._store))
+            metrics = MetricsWatch(self._reading.open_log(self._store))
             feedback = FeedbackIntake(self._store, run, session, known, metrics, seconds=options.store_seconds, on_event=self._on_event)
             proxy = Proxy(pool, channels, recorder, options=options, on_event=self._on_event)
             app = GatewayApp(

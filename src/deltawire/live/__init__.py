@@ -7,4 +7,9 @@ gate_records      reads and writes the evidence of gates
 sequential_test   compares two groups of answers while they arrive
 traffic_reader    reads new files of interactions and feedback
 declared_metrics  reads which metrics are declared
+send              sends feedback to a gateway
 """
+
+from .send import send_feedback
+
+__all__ = ["send_feedback"]

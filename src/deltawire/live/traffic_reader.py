@@ -38,14 +38,17 @@ class TrafficReader:
         The id of the run.
     since
         Files that were stored before this time, by the store's clock, are not read.
+    besides
+        A session whose files are not read.
     on_event
         Called with the event `live-file-refused`.
     """
 
-    def __init__(self, store: Store, run: str, *, since: datetime, on_event: OnEvent | None = None) -> None:
+    def __init__(self, store: Store, run: str, *, since: datetime, besides: str | None = None, on_event: OnEvent | None = None) -> None:
         self._store = store
         self._run = run
         self._since = since
+        self._besides = besides
         self._on_event = on_event
         self._seen: dict[str, dict[str, str]] = {live_keys.INTERACTIONS: {}, live_keys.FEEDBACK: {}}
 
@@ -61,7 +64,7 @@ class TrafficReader:
         self, folder: str, parse_key: Callable[[str], LiveKey | None], parse: Callable[[bytes], _File], limit: int
     ) -> Iterator[Placed[_File]]:
         for key, info in self._new_keys(folder, parse_key):
-            if info.modified >= self._since:
+            if info.modified >= self._since and key.gateway != self._besides:
                 try:
                     data = self._store.get(info.key, limit=limit)
                     file = parse(data)

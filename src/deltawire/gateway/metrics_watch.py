@@ -7,15 +7,13 @@ from collections.abc import Mapping
 
 from ..chain.log import ChainLog
 from ..errors import DeltawireError
-from ..format.records.live_records import Metric, Metrics
-from ..format.records.run_records import check_same_run
-from ..format.records.signing import check_signature
-from ..store.live_keys import METRICS, metrics_key, parse_metrics_key
+from ..format.records.live_records import Metric
+from ..live.declared_metrics import declared_metrics
 
 _EVERY_SECONDS = 10.0
 
 
-class DeclaredMetrics:
+class MetricsWatch:
     """The metrics of a run, as they were at the last look.
 
     Parameters
@@ -46,20 +44,9 @@ class DeclaredMetrics:
     def look(self) -> None:
         """Read the newest declaration. If it cannot be read, the metrics stay as they were."""
         try:
-            numbers = [parse_metrics_key(info.key) for info in self._log.store.list(METRICS)]
-            newest = max((number for number in numbers if number is not None), default=None)
-            if newest is None:
-                return
-            key = metrics_key(newest)
-            data = self._log.object(key)
-            if data is None:
-                return
-            found = Metrics.parse(data)
-            check_same_run(found.id, self._log.run, key)
-            check_signature(found, self._log.trusted_keys)
+            self._now = {metric.name: metric for metric in declared_metrics(self._log)}
         except DeltawireError:
             return
-        self._now = {metric.name: metric for metric in found.metrics}
 
     def _run(self) -> None:
         while not self._stop.wait(_EVERY_SECONDS):

@@ -1,0 +1,154 @@
+"""Requests of any size and shape get a named error, with bounded memory. Only what callers agree to is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import socket
+import tracemalloc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gateway_scene import Scene, gateway, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltawire.errors import GatewayError
+from deltawire.format.interactions import ConversationText, Message
+from deltawire.gateway.answer_text import read_answer
+from deltawire.gateway.answers import Unusable, row_of
+from deltawire.gateway.api_keys import Caller
+from deltawire.gateway.requests import read_request
+from deltawire.store import Store
+
+
+def raw(scene: Scene, data: bytes, *, most: int = 1 << 16) -> bytes:
+    """Send bytes, and return the beginning of what comes back before the gateway closes the connection."""
+    with socket.create_connection(("127.0.0.1", int(scene.url.rpartition(":")[2]))) as connection:
+        parts = b""
+        with contextlib.suppress(OSError):  # the gateway may refuse it before all is sent
+            connection.sendall(data)
+        with contextlib.suppress(OSError):
+            while len(parts) < most and (part := connection.recv(1 << 16)):
+                parts += part
+        return parts
+
+
+def test_bodies_of_any_shape_get_a_named_error(scene: Scene) -> None:
+    deep = b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/feedback"):
+        for body in (b"", b"{", b"[]", b"7", b"null", b"\xff\xfe", b'{"a": NaN}', b'{"a": ' + b"9" * 5000 + b"}", b"\0" * 100):
+            status, answer, _ = scene.post(path, body)
+            assert (status, answer["error"]["type"]) == (400, "RequestMalformed"), (path, body)
+    assert scene.post("/v1/chat/completions", deep)[1]["error"]["type"] == "RequestMalformed"
+    for headers, error in (
+        ({"x-deltawire-episode-id": "x"}, 400),
+        ({"x-deltawire-consent": "maybe"}, 400),
+        ({"x-deltawire-tags": "{"}, 400),
+        ({"x-deltawire-tags": '{"a":1}'}, 400),
+        ({"x-deltawire-user": "u" * 600}, 400),
+        ({"content-encoding": "br"}, 400),
+        ({"content-encoding": "gzip"}, 400),
+    ):
+        assert scene.chat(headers=headers)[0] == error, headers
+    assert scene.chat(n=1000)[0] == 400
+    assert scene.get("/v1/chat/completions")[0] == 405
+    assert scene.get("/nowhere")[0] == 404
+    packed = gzip.compress(json.dumps({"model": "policy", "messages": [{"role": "user", "content": "w1"}], "max_tokens": 1}).encode())
+    assert scene.post("/v1/chat/completions", packed, {"content-encoding": "gzip"})[0] == 200
+
+
+def test_large_bodies_and_heads_are_refused_without_memory_for_them(engine: str, store: Store, tmp_path: Path) -> None:
+    with gateway(store, tmp_path, engine, most_bytes=1 << 16) as scene:
+        assert scene.chat()[0] == 200
+        tracemalloc.start()
+        try:
+            before = tracemalloc.get_traced_memory()[0]
+            status, answer, _ = scene.post("/v1/chat/completions", b" " * (1 << 17))
+            assert (status, answer["error"]["type"]) == (413, "RequestTooLarge")
+            status, answer, _ = scene.post("/feedback", gzip.compress(b" " * (32 << 20)), {"content-encoding": "gzip"})
+            assert (status, answer["error"]["type"]) == (413, "RequestTooLarge")
+            head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+            for data in (
+                head + b"content-length: 99999999999999999999\r\n\r\n",
+                head + b"content-length: 999999999999\r\n\r\n",
+                head + b"transfer-encoding: chunked\r\n\r\n" + b"10000\r\n" + b" " * 0x10000 + b"\r\n10000\r\n" + b" " * 0x10000 + b"\r\n",
+                head + b"".join(b"x%d: %s\r\n" % (number, b"y" * 8000) for number in range(1000)),
+                head + b"x: " + b"y" * (8 << 20),
+            ):
+                found = raw(scene, data)
+                assert found == b"" or found.startswith(b"HTTP/1.1 4"), found[:80]
+            # The sender's own copies are in this process too: the largest has 8 MB.
+            assert tracemalloc.get_traced_memory()[1] - before < 100 << 20
+        finally:
+            tracemalloc.stop()
+        assert scene.chat()[0] == 200
+
+
+def test_requests_to_foreign_names_are_refused(engine: str, store: Store, tmp_path: Path) -> None:
+    with gateway(store, tmp_path, engine, names=["gw.example"]) as scene:
+        for host, status in (("evil.example", 421), ("", 421), ("localhost", 200), ("127.0.0.1:80", 200), ("GW.example:7800", 200)):
+            found = raw(scene, f"GET /healthz HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
+            assert found.split(b" ", 2)[1] == str(status).encode(), (host, found[:200])
+        assert scene.chat(headers={"host": "evil.example"})[1]["error"]["type"] == "HostRefused"
+        assert scene.url.startswith("http://127.0.0.1:")
+
+
+def without_secrets(shown: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    if "w7" in shown["messages"][0]["content"]:
+        return None
+    messages = [{**each, "content": each["content"].replace("w5", "…")} for each in shown["messages"]]
+    return {**shown, "messages": messages, "answer": "…", "tags": {"seen": "yes"}, "train": "w6" not in messages[0]["content"]}
+
+
+def test_only_what_callers_and_rules_allow_is_recorded(engine: str, store: Store, tmp_path: Path) -> None:
+    with gateway(store, tmp_path, engine, redact=without_secrets, text=True) as scene:
+        names = [
+            scene.chat(content, headers=headers)[2]["x-deltawire-inference-id"]
+            for content, headers in (
+                ("w5 w1", {}),
+                ("w6", {}),
+                ("w7", {}),
+                ("w1", {"x-deltawire-consent": "no", "x-deltawire-tags": '{"a":"b"}'}),
+            )
+        ]
+        scene.wait_for(names[0], names[1], names[3])
+        wait_until(lambda: "interaction-unusable" in scene.names(), "the rule")
+        found = {one.id: one for file in scene.interactions() for one in file.interactions}
+        assert found.keys() == {names[0], names[1], names[3]}
+        assert [found[name].train for name in (names[0], names[1], names[3])] == [True, False, False]
+        assert found[names[0]].text == ConversationText((Message("user", "… w1"),), "…")
+        assert found[names[0]].tags == {"seen": "yes"}
+    with gateway(store, tmp_path, engine, share=0.0, consent=False) as scene:
+        name = scene.chat()[2]["x-deltawire-inference-id"]
+    assert name not in scene.ids()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+NAMED = (GatewayError, Unusable)
+"""The only errors that hostile input may raise."""
+
+
+@given(st.dictionaries(st.sampled_from(["messages", "n", "user", "tools", "stream", "temperature", "safety_identifier", "prompt"]), JSON))
+def test_requests_of_any_shape_are_read_or_refused(body: dict[str, Any]) -> None:
+    with contextlib.suppress(NAMED):
+        assert 1 <= read_request("chat", body, {}, Caller(), consent=True).choices <= 128
+
+
+@given(JSON, st.sampled_from(["chat", "completions", "responses"]))
+def test_answers_of_any_shape_are_read_or_left_out(answer: Any, route: str) -> None:
+    read_answer(route, [json.dumps(answer).encode()])
+    read_answer(route, [b"data: " + json.dumps(answer).encode() + b"\n\n"])
+    intent = {"route": route, "choices": 1, "id": "x", "time": 1, "model": "m", "train": True, "temperature": 1.0, "top_p": 1.0}
+    intent |= {"episode": None, "user": None, "channel": None, "caller": None, "tags": {}}
+    for calls in (answer, [{"prompt_token_ids": [1], "choices": answer}]):
+        with contextlib.suppress(NAMED):
+            row_of(intent, calls, logprobs=None, oldest=3)
