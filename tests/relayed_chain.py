@@ -11,6 +11,7 @@ from deltawire.chain.log import ChainLog
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import ObjectMissing
 from deltawire.format.records.canonical import MAX_RECORD_BYTES
+from deltawire.format.records.channel_records import ChannelMove
 from deltawire.format.records.run_records import Run
 from deltawire.format.records.version_records import Commit
 from deltawire.relay import Relay
@@ -36,6 +37,18 @@ def objects_of(store: Store) -> dict[str, bytes]:
     """Return all objects that belong to the chain itself."""
     others = (keys.PINS, keys.MARKS, keys.PROBES, keys.REPORTS, keys.HEAD, keys.COMING, keys.COPY)
     return {info.key: store.get(info.key, limit=info.size) for info in store.list("") if not info.key.startswith(others)}
+
+
+def assert_commits_before_moves(source: Store, target: Store, *, at_least: int = 0) -> None:
+    """Check that the moves of channels in the region are the chain's own, from the first without gaps, and name commits of the region."""
+    found = [keys.parse_channel_key(info.key) for info in target.list(keys.CHANNELS)]
+    moves = [each[1] for each in found if each is not None]
+    assert moves == list(range(len(moves)))
+    assert len(moves) >= at_least
+    for info in target.list(keys.CHANNELS):
+        data = target.get(info.key, limit=MAX_RECORD_BYTES)
+        assert data == source.get(info.key, limit=MAX_RECORD_BYTES)
+        assert _exists(target, keys.commit_key(ChannelMove.parse(data).target.seq))
 
 
 def reads_of_data(store: FaultyStore) -> Counter[str]:

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 from publications import Ledger, assert_one_history, open_publisher, published, repeated, visible_step
-from relayed_chain import assert_data_before_commits, copy_of, objects_of, open_relay, relay_once
+from relayed_chain import assert_commits_before_moves, assert_data_before_commits, copy_of, objects_of, open_relay, relay_once
 
+from deltawire.chain.find import find_version
+from deltawire.chain.log import ChainLog
 from deltawire.errors import DeltawireError
+from deltawire.publish.channels import ChannelWriter
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import After, Before, FaultyStore, ProcessDied, Reading
 
@@ -22,6 +25,9 @@ def a_chain() -> tuple[MemoryStore, MemoryStore, Ledger]:
     relay_once(store, region)
     with open_publisher(store) as publisher:
         ledger.publish(publisher, 4)
+    log = ChainLog(store)
+    for version in (1, 6, 3):
+        ChannelWriter(log, "stable").promote(find_version(log, version))
     return store, region, ledger
 
 
@@ -39,9 +45,11 @@ def relay_with_faults(source: Any, target: Any) -> None:
 def assert_resumes(store: MemoryStore, region: MemoryStore, ledger: Ledger) -> None:
     """Check what a killed relay has left, and that the next one finishes it."""
     assert_data_before_commits(store, region)
+    assert_commits_before_moves(store, region)
     assert visible_step(region) in {None, *ledger.tried}
     relay_once(store, region)
     assert_data_before_commits(store, region)
+    assert_commits_before_moves(store, region, at_least=3)
     assert visible_step(region) == ledger.newest
     assert_one_history(region)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 
 from blake3 import blake3
 
-from ..errors import ChainBroken, CorruptRecord, DataMissing, NoChannel
+from ..errors import ChainBroken, CorruptRecord, DataMissing, NoChannel, SignatureInvalid
 from ..events import Value
 from ..format.records.channel_records import MILLION, ChannelMove
 from ..format.records.record_parts import MAX_EPOCH, record_hash
@@ -18,7 +20,7 @@ from .log import ChainLog
 from .newest_slot import newest_filled
 
 KEPT_TARGETS = 5
-"""Collection keeps what leads to this many different versions: the present one of each channel, and those before it."""
+"""Collection keeps what leads to this many different versions of a channel: the present one, and those that rollbacks lead to."""
 
 
 class ChannelReader:
@@ -76,6 +78,13 @@ class ChannelReader:
             if move.move == 0:
                 return
             move = self._before(move)[0]
+
+    def sound_moves(self) -> Iterator[ChannelMove]:
+        """Yield the moves that are sound by themselves, newest first. Whether they fit together is not checked."""
+        listed = (keys.parse_channel_key(info.key) for info in self.log.store.list(keys.CHANNELS))
+        for number in sorted((each[1] for each in listed if each is not None and each[0] == self.name), reverse=True):
+            with contextlib.suppress(CorruptRecord, SignatureInvalid):
+                yield self._read(number)[0]
 
     def targets(self) -> Iterator[ChannelMove]:
         """Yield the moves that a rollback would go back to, the newest first, after the move that the channel stands at.
@@ -188,6 +197,28 @@ def channel_names(log: ChainLog) -> list[str]:
     """
     found = (keys.parse_channel_key(info.key) for info in log.store.list(keys.CHANNELS))
     return sorted({each[0] for each in found if each is not None})
+
+
+def kept_targets(log: ChainLog) -> frozenset[int]:
+    """Return the commits of the versions that channels need, which collection keeps: the present ones, and those of rollbacks.
+
+    Anybody who can write to the store may have put bad moves there. They hold nothing up: the sound moves of their channel count. Raises
+    `UnsupportedVersion` if a later release has moved a channel, `DataMissing` if a move is missing, and the errors of the store.
+
+    Parameters
+    ----------
+    log
+        The chain.
+    """
+    kept: set[int] = set()
+    for name in channel_names(log):
+        reader = ChannelReader(log, name)
+        try:
+            kept.update(move.target.seq for move in itertools.islice(reader.targets(), KEPT_TARGETS))
+        except (CorruptRecord, ChainBroken, SignatureInvalid):
+            targets = dict.fromkeys(move.target.seq for move in reader.sound_moves())
+            kept.update(itertools.islice(targets, KEPT_TARGETS))
+    return frozenset(kept)
 
 
 def channel_of(user: str, moves: Iterable[ChannelMove]) -> str | None:

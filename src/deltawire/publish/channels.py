@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..chain.channels import ChannelReader, move_fields
+from ..chain.channels import ChannelReader, kept_targets, move_fields
 from ..chain.find import newest_version
 from ..chain.log import ChainLog
-from ..errors import ChannelMoved, NoChannel, VersionUnknown
+from ..errors import ChannelMoved, NoChannel, VersionGone, VersionUnknown
 from ..events import OnEvent, emit
 from ..format.records.channel_records import MOST_BY, ChannelMove
 from ..format.records.record_parts import CommitRef, record_hash
@@ -173,11 +173,15 @@ class ChannelWriter:
             return None
 
     def _ref(self, commit: Commit) -> CommitRef:
-        """Return the reference to a version. Raises `VersionUnknown` unless the commit makes a version that is in force."""
+        """Return the reference to a version. Raises `VersionUnknown` unless the commit makes a version that is in force, and `VersionGone`
+        unless collection keeps it.
+        """
         head = newest_version(self._log)
         is_found = commit.seq <= head.seq and self._log.ancestor(head, commit.seq) == commit
         if not is_found or commit.kind == "fence" or self._log.is_void(commit):
             raise VersionUnknown(f"commit {commit.seq} in {self._log.store.url} makes no version of this chain.")
+        if commit.seq <= self._log.floor() and commit.seq not in kept_targets(self._log):
+            raise VersionGone(f"garbage collection has deleted data of {commit.describe()}, or will.")
         return self._log.ref(commit)
 
     def _earlier(self) -> CommitRef:

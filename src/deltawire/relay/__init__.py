@@ -2,6 +2,7 @@
 
 relay              the loop, and what users see
 version_copy       commits and their data, in order
+channel_copy       moves of channels
 announcement_copy  files of the next version, before its commit
 data_copy          data objects, checked, several at the same time
 place_record       records, byte for byte, and the floor of the region

@@ -21,6 +21,7 @@ from ..subscribe.follow import pause
 from ..subscribe.mirror.mirror import Mirror
 from ..subscribe.pin_keeper import PinKeeper
 from .announcement_copy import AnnouncementCopy
+from .channel_copy import ChannelCopy
 from .data_copy import DataCopy
 from .shortcut_copy import ENDING, ShortcutCopy
 from .version_copy import VersionCopy
@@ -102,6 +103,7 @@ class Relay:
             on_event=on_event,
         )
         self._versions = VersionCopy(log, self._target, self._data, self._pins, on_event=on_event)
+        self._channels = ChannelCopy(log, self._target, on_event=on_event)
         self._announcements = AnnouncementCopy(log, self._target, self._data)
         self._shortcuts = None
         if mirror is not None:
@@ -142,8 +144,21 @@ class Relay:
         """
         with self._busy:
             copied = self._versions.copy()
+            self._copy_moves()
             self._publish()
             return copied
+
+    def copy_moves(self) -> int:
+        """Copy moves of channels that the region lacks, and return their number. `copy` does it, too; call it while that has nothing to do.
+
+        Raises `RelayConflict` if the region has another move, and the errors of the stores.
+        """
+        with self._busy:
+            return self._copy_moves()
+
+    def _copy_moves(self) -> int:
+        newest = self._versions.newest
+        return 0 if newest is None else self._channels.copy(newest)
 
     def copy_announced(self) -> bool:
         """Copy files of the next version that are announced before its commit exists. Return whether there were any. Raises nothing.
@@ -197,6 +212,7 @@ class Relay:
                         due.set()
                     elif (newest := self._versions.newest) is not None:
                         self._pins.hold(self._versions.log.run, newest.seq)
+                        self.copy_moves()
                         self.copy_announced()
                     failures = 0
                 except DeltawireError as error:

@@ -20,6 +20,7 @@ from ...format.records.record_parts import FileEntry
 from ...format.records.version_records import Commit, Shortcut
 from ...store import keys
 from ...store.base import ObjectInfo
+from ..channels import kept_targets
 from ..log import ChainLog
 from ..pins import lowest_pin
 
@@ -35,12 +36,15 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """A chain at one moment: its head in force, the highest claimed epoch, the verified anchors, newest first, and the lowest pin."""
+    """A chain at one moment: its head in force, the highest claimed epoch, the verified anchors, newest first, the lowest pin, and the
+    versions that channels need.
+    """
 
     head: Commit
     epoch: int
     anchors: tuple[Anchor, ...]
     pin: int | None
+    channels: frozenset[int] = frozenset()
 
     def floor(self, keep_anchors: int) -> int | None:
         """Return the highest floor that keeps this many verified anchors and everything that is pinned. Return None if nothing may be
@@ -81,19 +85,17 @@ def survey(log: ChainLog, keep_anchors: int, now: datetime) -> Survey:
             anchors.append(anchor)
         if len(anchors) == keep_anchors:
             break
-    return Survey(head, log.highest_epoch(), tuple(anchors), lowest_pin(log.store, log.run, now))
+    return Survey(head, log.highest_epoch(), tuple(anchors), lowest_pin(log.store, log.run, now), kept_targets(log))
 
 
 def find_garbage(log: ChainLog, found: Survey, floor: int) -> Garbage:
-    """Return the objects that nothing above `floor` needs. Data that a writer may be about to commit are not garbage."""
-    kept_anchor = _newest_anchor_upto(log, found, floor)
+    """Return the objects that nothing above `floor` and no channel needs. Data that a writer may be about to commit are not garbage."""
     kept = _Kept()
-    kept_record = None
-    if kept_anchor is not None:
-        kept.add(kept_anchor.record, kept_anchor.attachments)
-        kept_record = keys.anchor_key(kept_anchor.seq) if isinstance(kept_anchor.record, Shortcut) else None
+    kept.add_anchor(_newest_anchor_upto(log, found, floor))
     for seq in range(found.head.seq, floor, -1):
         kept.add(log.ancestor(found.head, seq))
+    for target in sorted(seq for seq in found.channels if seq <= floor):
+        _keep_version(log, kept, log.ancestor(found.head, target))
     data = list(log.store.list(keys.DATA))
     there = {info.key for info in data}
     shortcuts, collected, unread = [], set(), []
@@ -101,7 +103,7 @@ def find_garbage(log: ChainLog, found: Survey, floor: int) -> Garbage:
         seq = _target_seq(info.key)
         if shortcut is not None and shortcut.epoch < found.head.epoch and _lacks_files(log, shortcut, there):
             shortcuts.append(info)
-        elif seq > floor or info.key == kept_record:
+        elif seq > floor or info.key in kept.records:
             if shortcut is None:  # a cache may hide it now, or a later release have written it: its data lie under no lower number
                 unread.append(seq)
             else:
@@ -131,6 +133,14 @@ class _Kept:
     def __init__(self) -> None:
         self._keys: set[str] = set()
         self._folders: set[str] = set()
+        self.records: set[str] = set()
+        """The keys of records of anchors that stay, although their version is not above the floor."""
+
+    def add_anchor(self, anchor: Anchor | None) -> None:
+        if anchor is not None:
+            self.add(anchor.record, anchor.attachments)
+            if isinstance(anchor.record, Shortcut):
+                self.records.add(keys.anchor_key(anchor.seq))
 
     def add(self, record: Commit | Shortcut, attachments: Iterable[FileEntry] = ()) -> None:
         self._keys.update(entry.key for entry in (*record.named_objects, *attachments))
@@ -154,6 +164,16 @@ def _live_anchors(log: ChainLog, head: Commit) -> Iterator[Anchor]:
                 yield Anchor(commit.seq, shortcut, commit.attachments or ())
         abandoned_to = commit.base.seq if commit.kind == "rewind" and commit.base is not None else None
         commit = log.previous(commit) if abandoned_to is None else log.ancestor(commit, abandoned_to)
+
+
+def _keep_version(log: ChainLog, kept: _Kept, version: Commit) -> None:
+    """Keep what leads to a version from its newest full checkpoint that is whole. If there is none, nothing leads there anyway."""
+    for anchor in _live_anchors(log, version):
+        if _is_whole(log, anchor):
+            kept.add_anchor(anchor)
+            for seq in range(version.seq, anchor.seq, -1):
+                kept.add(log.ancestor(version, seq))
+            return
 
 
 def _newest_anchor_upto(log: ChainLog, found: Survey, floor: int) -> Anchor | None:

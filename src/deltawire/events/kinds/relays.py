@@ -19,6 +19,12 @@ KINDS = (
         (f.ERROR, f.REASON, f.RETRYABLE),
     ),
     EventKind(
+        "channel-refused",
+        "warning",
+        "A move of a channel cannot be used, so the channel stays at the move before it in the region.",
+        (f.CHANNEL, f.REASON),
+    ),
+    EventKind(
         "shortcut-relayed",
         "info",
         "The region has another full checkpoint or skip.",

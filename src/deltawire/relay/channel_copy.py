@@ -1,0 +1,91 @@
+"""Copy the moves of channels to the region's store, each after the commit that it names (docs/protocol.md §12)."""
+
+from __future__ import annotations
+
+import itertools
+
+from ..chain.channels import ChannelReader, channel_names
+from ..chain.log import ChainLog
+from ..chain.newest_slot import newest_filled
+from ..chain.uptime import uptime
+from ..errors import ChainBroken, CorruptRecord, RelayConflict, SignatureInvalid, UnsupportedVersion
+from ..events import OnEvent, emit
+from ..format.records.record_parts import MAX_EPOCH
+from ..format.records.version_records import Commit
+from ..store import keys
+from ..store.base import Store
+from .place_record import has_record, place_record, read_record
+
+_LIST_EVERY = 30.0
+"""Seconds between two looks for new channels. Moves of channels that are known are looked for each time."""
+
+
+class ChannelCopy:
+    """Copies moves. A channel with a move that readers would refuse stays at the move before it, and the others are copied.
+
+    Parameters
+    ----------
+    log
+        The chain to copy from.
+    target
+        The region's store.
+    on_event
+        Called with the event `channel-refused`, once for each reason.
+    """
+
+    def __init__(self, log: ChainLog, target: Store, *, on_event: OnEvent | None = None) -> None:
+        self._log = log
+        self._target = target
+        self._on_event = on_event
+        self._readers: dict[str, ChannelReader] = {}
+        self._copied: dict[str, int] = {}
+        """The newest move of each channel that the region's store has, or −1."""
+        self._list_again_at = 0.0
+        self._refused: dict[str, str] = {}
+
+    def copy(self, newest: Commit) -> int:
+        """Copy the moves that are new, and return their number. Raises `RelayConflict` if the region's store has another move.
+
+        Parameters
+        ----------
+        newest
+            The newest commit that the region's store has. Moves to later versions are copied after these.
+        """
+        if uptime() >= self._list_again_at:
+            for name in channel_names(self._log):
+                self._readers.setdefault(name, ChannelReader(self._log, name))
+            self._list_again_at = uptime() + _LIST_EVERY
+        return sum(self._copy_channel(name, reader, newest) for name, reader in self._readers.items())
+
+    def _copy_channel(self, name: str, reader: ChannelReader, newest: Commit) -> int:
+        try:
+            last = reader.newest()
+            begun = self._begun(reader)
+            waiting = list(itertools.takewhile(lambda move: move.move > begun, reader.history())) if last.move > begun else []
+        except (CorruptRecord, ChainBroken, SignatureInvalid, UnsupportedVersion) as error:
+            if self._refused.get(name) != str(error):
+                emit(self._on_event, "channel-refused", channel=name, reason=str(error))
+            self._refused[name] = str(error)
+            return 0
+        self._refused.pop(name, None)
+        copied = 0
+        for move in reversed(waiting):
+            if move.target.seq > newest.seq:
+                break
+            place_record(self._target, keys.channel_key(name, move.move), move.to_bytes())
+            self._copied[name] = move.move
+            copied += 1
+        return copied
+
+    def _begun(self, reader: ChannelReader) -> int:
+        """Return the newest move that the region's store has, or −1. At the first time, compare it with the source's."""
+        if reader.name not in self._copied:
+
+            def key(move: int) -> str:
+                return keys.channel_key(reader.name, move)
+
+            found = newest_filled(-1, lambda move: move <= MAX_EPOCH and read_record(self._target, key(move)) is not None)
+            if found >= 0 and not has_record(self._target, key(found), self._log.object(key(found))):
+                raise RelayConflict(f"{key(found)} in {self._target.url} is not the one in {self._log.store.url}.")
+            self._copied[reader.name] = found
+        return self._copied[reader.name]
