@@ -9,6 +9,7 @@ from pathlib import Path
 
 import chain_join
 import chain_speed
+import channel_rollback
 import codec_density
 import codec_memory
 import codec_size
@@ -62,6 +63,7 @@ NAMES = [
     "fleet",
     "fleet-links",
     "dashboard",
+    "channels",
     "gate",
     "routing",
     "rl-async",
@@ -112,6 +114,7 @@ def main() -> int:
         "fleet": lambda: fleet_coordination.measure((1, 8) if quick else (1, 8, 64, 512)),
         "fleet-links": lambda: fleet_links.measure(4, 1) if quick else fleet_links.measure(),
         "dashboard": lambda: dashboard_scale.measure(((50, 2), (500, 8)) if quick else ((100, 4), (10_000, 64), (100_000, 512))),
+        "channels": lambda: channel_rollback.measure(1 << 18, 2, 1, (0.1,)) if quick else channel_rollback.measure(),
         "gate": lambda: gate_test.measure(20, 400) if quick else gate_test.measure(),
         "routing": lambda: routing_size.measure(2, 2) if quick else routing_size.measure(),
         "rl-async": lambda: rl_async.measure_modes(8, 5) if quick else rl_async.measure_modes(45, 30),

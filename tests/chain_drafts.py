@@ -17,6 +17,7 @@ from deltawire.chain.log import ChainLog
 from deltawire.format.records.collection_records import Mark, Pin
 from deltawire.format.records.record_parts import link_targets
 from deltawire.publish import AnchorPolicy, Publisher
+from deltawire.publish.channels import ChannelWriter
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
@@ -57,12 +58,17 @@ def _template(seed: int) -> Template:
 
     Every eighth chain has file lists.
     """
-    return published_chain() if seed % 4 == 3 else handmade_chain(listed=has_lists(seed))
+    return published_chain() if seed % 4 == 3 else handmade_chain(listed=has_lists(seed), has_channels=has_channels(seed))
 
 
 def has_lists(seed: int) -> bool:
     """Return whether the chain of a seed has file lists."""
     return seed % 8 == 6
+
+
+def has_channels(seed: int) -> bool:
+    """Return whether the chain of a seed has channels."""
+    return seed % 16 == 10
 
 
 @cache
@@ -85,7 +91,7 @@ def published_chain() -> Template:
 
 
 @cache
-def handmade_chain(*, listed: bool = False) -> Template:
+def handmade_chain(*, listed: bool = False, has_channels: bool = False) -> Template:
     """Write a chain with all kinds of commits and objects. With `listed`, its last records have file lists."""
     store = MemoryStore()
     chain = ToyChain(store)
@@ -104,6 +110,12 @@ def handmade_chain(*, listed: bool = False) -> Template:
     chain.grow(2)
     chain.add_skip(15, 11)
     chain.add_anchor(13)
+    if has_channels:
+        stable, canary = (ChannelWriter(ChainLog(store), name) for name in ("stable", "canary"))
+        for seq in (2, 6, 15):
+            stable.promote(chain.commits[seq])
+        stable.rollback()
+        canary.promote(chain.commits[14], share=1000)
     store.put(keys.mark_key(1), Mark(chain.run.id, 1, 3, 1, "0" * 32, 0).to_bytes())
     store.put(keys.pin_key("reader"), Pin(chain.run.id, "reader", 12, 3600).to_bytes())
     weights = {deltawire.state_digest(state).hex(): bits_of(state) for state in chain.states if state is not None}
@@ -143,6 +155,11 @@ def linked_store(draft: ChainDraft, link: random.Random) -> MemoryStore:
         if key.startswith((keys.ANCHORS, keys.SKIPS)) and not draft.unlinked:
             refer(record.get("target"))
             refer(record.get("base"))
+        channel = keys.parse_channel_key(key)
+        if channel is not None and not draft.unlinked:
+            refer(record.get("target"))
+            earlier = draft.others.get(keys.channel_key(channel[0], channel[1] - 1)) if channel[1] else None
+            record["before"] = None if earlier is None else blake3(_canonical(earlier)).hexdigest()
         store.put(key, _canonical(record))
     store.put(keys.RUN, _canonical(draft.run))
     for key, data in draft.data.items():

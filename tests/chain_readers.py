@@ -13,6 +13,7 @@ from support import bits_of
 from toy_chain import first_state, next_state
 
 import deltawire
+from deltawire.chain.channels import ChannelReader, kept_targets
 from deltawire.chain.find import find_step, find_version
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect
@@ -21,7 +22,7 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.routes import Routes
 from deltawire.cli.chain_history import read_history
 from deltawire.cli.doctor.examine import examine
-from deltawire.errors import DeltawireError
+from deltawire.errors import DeltawireError, NoChannel
 from deltawire.fleet.chain_versions import ChainVersions
 from deltawire.format.checkpoints.checkpoint import Checkpoint
 from deltawire.publish import Publisher
@@ -128,6 +129,22 @@ def pull_newest(store: Store, folder: Path) -> None:
     check_weights(Checkpoint(folder / "pulled"), version.digest)
 
 
+def follow_channel(store: Store, folder: Path) -> None:
+    """Follow channels in memory and in mirrors, from versions before and after their targets. Some chains have no channels."""
+    for name in ("stable", "canary"):
+        options = ReaderOptions(patience=0.0, pin=False, channel=name)
+        for mirror in (None, folder / f"mirror of {name}"):
+            with Subscriber(store, mirror, options=options) as subscriber:
+                for target in (None, 3, None, _seqs(store)[-3], None):
+                    with contextlib.suppress(DeltawireError):
+                        _sync(subscriber, target)
+                if subscriber.version is not None:
+                    check_weights(subscriber.state, subscriber.version.digest)
+        with contextlib.suppress(NoChannel):
+            list(ChannelReader(ChainLog(store), name).targets())
+    kept_targets(ChainLog(store))
+
+
 def verify_all(store: Store, folder: Path) -> None:
     verify(store, deep=True)
 
@@ -180,6 +197,7 @@ READERS: list[Callable[[Store, Path], None]] = [
     sync_memory,
     sync_mirror,
     pull_newest,
+    follow_channel,
     verify_all,
     examine_as_doctor,
     collect_garbage,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from blake3 import blake3
 
-from ..errors import ChainBroken, CorruptRecord, DataMissing, NoChannel, SignatureInvalid
+from ..errors import ChainBroken, CorruptRecord, DataMissing, NoChannel, SignatureInvalid, UnsupportedVersion
 from ..events import Value
 from ..format.records.channel_records import MILLION, ChannelMove
 from ..format.records.record_parts import MAX_EPOCH, record_hash
@@ -197,6 +197,22 @@ def channel_names(log: ChainLog) -> list[str]:
     """
     found = (keys.parse_channel_key(info.key) for info in log.store.list(keys.CHANNELS))
     return sorted({each[0] for each in found if each is not None})
+
+
+def channels_by_commit(log: ChainLog) -> dict[int, tuple[str, ...]]:
+    """Return the names of the channels that stand at each commit. Channels whose newest move cannot be used are left out.
+
+    Parameters
+    ----------
+    log
+        The chain.
+    """
+    found: dict[int, tuple[str, ...]] = {}
+    for name in channel_names(log):
+        with contextlib.suppress(CorruptRecord, ChainBroken, SignatureInvalid, UnsupportedVersion, DataMissing, NoChannel):
+            seq = ChannelReader(log, name).newest().target.seq
+            found[seq] = (*found.get(seq, ()), name)
+    return found
 
 
 def kept_targets(log: ChainLog) -> frozenset[int]:

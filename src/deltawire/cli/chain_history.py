@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..chain.attachments import changed_names
+from ..chain.channels import channels_by_commit
 from ..chain.find import find_version, version_number
 from ..chain.standing import abandoned_among, void_among
 
@@ -42,6 +43,8 @@ class Entry:
         The seqs of the versions from which one delta leads to it.
     changed_files
         The attachments that differ from those of the version before. Empty for the oldest version that was read.
+    channels
+        The channels that name it.
     """
 
     commit: Commit
@@ -51,6 +54,7 @@ class Entry:
     anchored: bool
     skips: tuple[int, ...]
     changed_files: tuple[str, ...] = ()
+    channels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +117,17 @@ def read_history(log: ChainLog, count: int | None, *, by_commits: bool = False) 
     for seq, base in skips:
         bases[seq].append(base)
     kept = _kept_checkpoint(commits, anchored, void | abandoned, floor)
+    channels = channels_by_commit(log)
     entries = [
         Entry(
             commit,
             commit.seq in void,
             commit.seq in abandoned,
-            commit.seq <= floor and commit.kind in ("delta", "anchor") and commit.seq != kept,
+            commit.seq <= floor and commit.kind in ("delta", "anchor") and commit.seq != kept and commit.seq not in channels,
             commit.seq in anchored,
             tuple(sorted(bases[commit.seq], reverse=True)),
             tuple(changed_files.get(commit.seq, ())),
+            channels.get(commit.seq, ()),
         )
         for commit in commits
     ]

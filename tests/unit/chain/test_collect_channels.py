@@ -11,6 +11,7 @@ from test_collect import GRACE, announce_and_collect, can_rebuild, data_of, stor
 from deltawire.chain.channels import KEPT_TARGETS, ChannelReader, kept_targets
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect
+from deltawire.chain.maintenance.verify import verify
 from deltawire.errors import UnsupportedVersion, VersionGone
 from deltawire.publish.channels import ChannelWriter
 from deltawire.store import keys
@@ -97,3 +98,16 @@ def test_a_channel_of_a_later_release_stops_collection(chain: HandMadeChain) -> 
     with pytest.raises(UnsupportedVersion):
         announce_and_collect(chain)
     assert stored_data(chain) == before
+
+
+def test_verify_says_which_channel_cannot_be_followed(chain: HandMadeChain) -> None:
+    promote(chain, 3)
+    promote(chain, 13, "canary")
+    assert verify(chain.store).problems == []
+    chain.store.put(keys.channel_key("canary", 1), b"{}")
+    (problem,) = verify(chain.store).problems
+    assert problem.where == "channel/canary"
+    chain.store.delete([keys.channel_key("canary", 1), chain.commits[1].files[0].key])
+    found = {problem.where: problem.what for problem in verify(chain.store).problems}
+    assert "no new reader can get to version 3" in found["channel/stable"]
+    assert "channel/canary" not in found

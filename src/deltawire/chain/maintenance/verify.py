@@ -32,6 +32,7 @@ from ..routes import Routes
 from ..walk_route import HopFailed, walk_route
 from .deep_check import DeepCheck
 from .superseded import Record, find_needed, live_checkpoints, target_seq
+from .verify_channels import channel_problems
 from .verify_report import NO_ROUTE, Problem, Report, ReportProgress
 
 
@@ -101,6 +102,8 @@ class _Check:
         self._check_attachments(checkpoint, deep=deep)
         state = self._deep_check().run(shortcuts, checkpoint) if deep else None
         self._judge_damage(shortcuts)
+        if self._sound:
+            self._report.problems.extend(channel_problems(self._log, self._sound[-1]))
         is_reachable = self._check_route_for_new_readers(state)
         # A shortcut without files does no harm, unless it was the only route.
         (self._report.notes if is_reachable else self._report.problems).extend(problem for _, problem in self._dangling)

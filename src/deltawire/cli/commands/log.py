@@ -86,4 +86,5 @@ def _entry_as_json(entry: Entry) -> dict[str, Any]:
         "void": entry.void,
         "abandoned": entry.abandoned,
         "collected": entry.collected,
+        "channels": list(entry.channels),
     }

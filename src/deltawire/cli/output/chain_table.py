@@ -116,7 +116,7 @@ def _note_lines(entry: Entry, history: History, line: str, row: Text, width: int
 
 
 def _note(entry: Entry, history: History) -> str:
-    notes = [_event(entry.commit, history)]
+    notes = [_event(entry.commit, history), f"on {' '.join(entry.channels)}" if entry.channels else ""]
     if entry.void:
         notes.append("void: a newer publisher had taken over")
     if entry.abandoned:
