@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, TypeAlias, TypeVar
 
 from .base import ObjectInfo, Store
@@ -51,11 +51,12 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class List:
-    """List the objects above `after` and below `before`. The answer is a list of `ObjectInfo`, ascending by key."""
+    """List the objects above `after` and below `before`, at most `most`. The answer is a list of `ObjectInfo`, ascending by key."""
 
     prefix: str
     after: str | None = None
     before: str | None = None
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +89,13 @@ def ask_store(store: Store, request: StoreRequest) -> Any:
             return store.put(key, data, durable=durable)
         case Delete(keys):
             return store.delete(keys)
-        case List(prefix, after, before):
-            return _listed(store, prefix, after, before)
+        case List(prefix, after, before, most):
+            return _listed(store, prefix, after, before, most)
 
 
-def _listed(store: Store, prefix: str, after: str | None, before: str | None) -> list[ObjectInfo]:
+def _listed(store: Store, prefix: str, after: str | None, before: str | None, most: int | None) -> list[ObjectInfo]:
     found = store.list(prefix, after=after)
-    return list(found if before is None else takewhile(lambda info: info.key < before, found))
+    return list(islice(found if before is None else takewhile(lambda info: info.key < before, found), most))
 
 
 def drive(steps: Generator[_Request, Any, _Result], answer: Callable[[_Request], Any]) -> _Result:

@@ -27,6 +27,7 @@ from ...format.records.trainer_records import Round
 from ...format.rollouts import Rollouts
 from ...format.routing import RoutingLayout, most_routing_bytes
 from ...store.fleet_keys import FIRST_FREE_ATTEMPT, RolloutKey
+from .live_tasks import LIVE_MEMBER
 from .staleness import KnownVersion, StalenessBudget
 
 Reason: TypeAlias = Literal[
@@ -67,6 +68,8 @@ class Demand:
         How many tokens that the policy did not draw a completion may have.
     routers
         The routers of the trainer's model; None if it has none, or they are not known.
+    is_live
+        Whether it is a live task, whose prompt has one completion.
     """
 
     round: Round
@@ -75,16 +78,22 @@ class Demand:
     prompt_ids: Sequence[Sequence[int]] | None = None
     environment_tokens: int = 0
     routers: RoutingLayout | None = None
+    is_live: bool = False
+
+    @property
+    def samples(self) -> int:
+        """The number of completions of each prompt."""
+        return 1 if self.is_live else self.round.samples
 
 
 def most_bytes(demand: Demand) -> int | None:
     """Return the largest size of a result for this task, so that larger ones need not be read; None if it is unknown."""
     if demand.prompt_ids is None:
         return None
-    completions = demand.prompts * demand.round.samples
+    completions = demand.prompts * demand.samples
     tokens = completions * (demand.round.sampling.max_tokens + demand.environment_tokens)
     prompts = sum(len(prompt) for prompt in demand.prompt_ids)
-    routing = 0 if demand.routers is None else most_routing_bytes(demand.routers, tokens + prompts * demand.round.samples, completions)
+    routing = 0 if demand.routers is None else most_routing_bytes(demand.routers, tokens + prompts * demand.samples, completions)
     return _BYTES_PER_HEADER + prompts * 4 + demand.prompts * 4 + tokens * _BYTES_PER_TOKEN + completions * _BYTES_PER_COMPLETION + routing
 
 
@@ -105,6 +114,8 @@ def judge_origin(rollouts: Rollouts, key: RolloutKey, lease: Lease | None, run: 
     """
     if rollouts.run != run:
         return "wrong-run"
+    if rollouts.member == LIVE_MEMBER:  # only the trainer makes such results, and it does not judge their origin
+        return "unleased"
     if (rollouts.round, rollouts.task, rollouts.attempt) != key.attempt_id:
         return "malformed"
     if is_free:
@@ -134,8 +145,8 @@ def judge_content(rollouts: Rollouts, demand: Demand) -> Refusal | None:
             return Refusal(
                 "malformed", f"a completion has {len(completion.tokens):,} tokens; {most + demand.environment_tokens:,} are allowed"
             )
-    if counts != [demand.round.samples] * demand.prompts:
-        return Refusal("malformed", f"not every prompt has {demand.round.samples} completions")
+    if counts != [demand.samples] * demand.prompts:
+        return Refusal("malformed", f"not every prompt has {demand.samples} completions")
     return None
 
 

@@ -15,6 +15,7 @@ from ...format.rollouts import Rollouts
 from ...store.fleet_keys import FIRST_FREE_ATTEMPT, RolloutKey
 from .admission import Reason
 from .assignment import OpenTask
+from .live_tasks import live_rows
 from .roster import Roster
 from .scheduler import Scheduler
 
@@ -150,7 +151,12 @@ class RoundState:
         self.rows = rows
         self.prompts = prompts
         self.tasks = [TaskState() for _ in range(record.tasks)]
-        self.needed = max(1, math.ceil(quorum * record.tasks - 1e-9))
+        self.live = live_rows(rows)
+        """The live tasks, by number. They are never offered; the trainer does them itself."""
+        self.open_live = set(self.live)
+        """The live tasks that are neither accepted nor given up."""
+        offered = record.tasks - len(self.live)
+        self.needed = max(1, math.ceil(quorum * offered - 1e-9)) if offered else 0
         self.rejected: Counter[Reason] = Counter()
         self.seen: set[RolloutKey] = set()
         self.adopted = adopted
@@ -162,7 +168,7 @@ class RoundState:
     @property
     def settled(self) -> bool:
         """True if enough results are accepted to train on, or if the round was already acknowledged."""
-        return self.acknowledgement is not None or self._accepted >= self.needed
+        return self.acknowledgement is not None or (self._accepted >= self.needed and not self.open_live)
 
     @property
     def is_accepting(self) -> bool:
@@ -223,7 +229,8 @@ class RoundState:
         assert task.accepted is None
         task.accepted = AcceptedResult(key.task, key.attempt, key.blake3, size, rollouts.member)
         task.rollouts = rollouts
-        self._accepted += 1
+        self._accepted += key.task not in self.live
+        self.open_live.discard(key.task)
         self.seen.add(key)
 
     def refuse(self, key: RolloutKey, reason: Reason) -> None:
@@ -261,7 +268,7 @@ class RoundState:
         """Return the tasks that should be offered, and the leases that hold."""
         opened, held = [], []
         for number, task in enumerate(self.tasks):
-            if task.accepted is not None:
+            if task.accepted is not None or number in self.live:
                 continue
             holding = self.live_leases(task, roster, now)
             held += holding

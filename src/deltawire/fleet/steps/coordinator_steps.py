@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from ...errors import DeltawireError, FleetTimeout, StoreError
+from ...errors import ChainError, DeltawireError, FleetTimeout, StoreError
 from ...events import emit, printable
 from ...format.records.fleet_files import Row
 from ...format.records.trainer_records import Round, Sampling
@@ -28,6 +28,7 @@ from ..rules.version_delays import admissible_share
 from .batch_steps import Batch, BatchWriter
 from .board_steps import BoardWriter
 from .intake_steps import Intake
+from .live_steps import LiveTasks
 from .record_steps import read_acknowledged, read_rejections, sweep
 from .requests import Steps, Together
 from .round_steps import OpenRounds
@@ -72,6 +73,7 @@ class CoordinatorSteps:
         self._intake = Intake(self.trainer, self.scheduler, self._time)
         self._intake.versions[newest.seq] = newest
         self.open_rounds = OpenRounds(self.trainer)
+        self.live_tasks = LiveTasks(self.trainer, self._intake, self.open_rounds)
         self.board_writer = BoardWriter(self.trainer, self._time)
         self._batches = BatchWriter(self.trainer, self._intake)
         self._swept: int | None = None
@@ -266,6 +268,7 @@ class CoordinatorSteps:
         by_number = {state.record.round: state for state in watched}
         yield from self._intake.read_members(by_number, members, leases, rollouts)
         self._intake.note_free_attempts(watched)
+        yield from self.live_tasks.do(watched)
         yield from self._intake.admit_all(by_number, rollouts)
         self._intake.count_losses(watched)
         if awaited is not None and awaited.settled:
@@ -303,9 +306,11 @@ class CoordinatorSteps:
         options = self.trainer.options
         upto = self.newest.step - options.keep_steps
         silent = self._intake.roster.silent_since(self.now - max(3600.0, 20.0 * options.lease_seconds))
+        first_kept = self.open_rounds.first_kept(upto)
         try:
-            yield from sweep(self.open_rounds.first_kept(upto), self.trainer.epoch, upto, silent)
-        except StoreError as error:
+            yield from self.live_tasks.before_sweep(first_kept)
+            yield from sweep(first_kept, self.trainer.epoch, upto, silent)
+        except (StoreError, ChainError) as error:
             emit(self.trainer.on_event, "sweep-failed", error=str(error))
         self._swept = self.newest.step
 

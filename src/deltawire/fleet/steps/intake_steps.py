@@ -76,14 +76,14 @@ class Intake:
         for start in range(0, len(known), _FILES_AT_ONCE):
             group = known[start : start + _FILES_AT_ONCE]
             keys = [RolloutKey(state.record.round, one.task, one.attempt, one.blake3) for one in group]
-            answers = yield Together(tuple(Get(fleet_keys.rollout_key(key), self._most_bytes(state, key)) for key in keys))
+            answers = yield Together(tuple(Get(fleet_keys.rollout_key(key), self.most_bytes(state, key)) for key in keys))
             for key, one, answer in zip(keys, group, answers, strict=True):
                 if isinstance(answer, DeltawireError) and answer.retryable:
                     raise answer
                 rollouts = self._parsed(key, answer)
-                refusal = self._rejected_before(key)
+                refusal = self.rejected_before(key)
                 if refusal is None and rollouts is not None:
-                    refusal = yield from self._judge_substance(state, key, rollouts)
+                    refusal = yield from self.judge_substance(state, key, rollouts)
                 if rollouts is not None and refusal is None and rollouts.member != one.member:
                     refusal = Refusal("unleased")
                 if rollouts is not None and refusal is None:
@@ -154,7 +154,7 @@ class Intake:
         for info in listed:
             key = fleet_keys.parse_rollout_key(info.key)
             state = rounds.get(key.round) if key is not None else None
-            if key is None or state is None or key in state.seen:
+            if key is None or state is None or key in state.seen or key.task in state.live:
                 continue
             if key.task >= len(state.tasks):
                 self.refuse(state, key, Refusal("malformed"), None)
@@ -214,12 +214,12 @@ class Intake:
         reason = judge_key(key, state.tasks[key.task].accepted, closed=not state.is_accepting)
         if reason is not None:
             return Refusal(reason)
-        most = self._most_bytes(state, key)
+        most = self.most_bytes(state, key)
         if size > most:
             return Refusal("malformed", f"it has {size:,} bytes; a result of this task has at most {most:,}")
-        return self._rejected_before(key)
+        return self.rejected_before(key)
 
-    def _most_bytes(self, state: RoundState, key: RolloutKey) -> int:
+    def most_bytes(self, state: RoundState, key: RolloutKey) -> int:
         """Return how many bytes of a result are read at most: as many as a result of the task can have, within the limit of all files."""
         most = most_bytes(self._demand(state, key))
         limit = self._trainer.options.limits.file_bytes
@@ -228,15 +228,17 @@ class Intake:
     def _demand(self, state: RoundState, key: RolloutKey) -> Demand:
         rows, prompts = state.rows[key.task], state.prompts[key.task] if state.prompts is not None else None
         trainer = self._trainer
-        return Demand(state.record, len(rows), trainer.budget, prompts, trainer.options.environment_tokens, trainer.training.routers)
+        added = trainer.options.environment_tokens
+        return Demand(state.record, len(rows), trainer.budget, prompts, added, trainer.training.routers, key.task in state.live)
 
-    def _rejected_before(self, key: RolloutKey) -> Refusal | None:
+    def rejected_before(self, key: RolloutKey) -> Refusal | None:
+        """Return the refusal of a result that a trainer rejected after its acknowledgement; None for any other result."""
         return Refusal("untrainable", self.left_out[key]) if key in self.left_out else None
 
     def _admit(self, state: RoundState, key: RolloutKey, arrived: float, data: bytes) -> Steps[None]:
         """Judge a result that was read, and accept or refuse it."""
         if blake3(data).hexdigest() != key.blake3:  # the bytes may have been damaged on the way here, so they are read once more
-            data = yield Get(fleet_keys.rollout_key(key), self._most_bytes(state, key))
+            data = yield Get(fleet_keys.rollout_key(key), self.most_bytes(state, key))
         rollouts = self._parsed(key, data)
         held = state.tasks[key.task].leases.get(key.attempt)
         lease = held.lease if held is not None else None
@@ -254,7 +256,7 @@ class Intake:
             if refusal is None and rollouts.member in self.excluded:
                 refusal = Refusal("excluded", self.excluded[rollouts.member])
             if refusal is None:
-                refusal = yield from self._judge_substance(state, key, rollouts)
+                refusal = yield from self.judge_substance(state, key, rollouts)
         if held is not None and lease is not None and (refusal is None or refusal.reason not in ("duplicate", "late", "unleased")):
             tokens = rollouts.tokens if rollouts is not None and refusal is None else 0
             self._scheduler.delivered(
@@ -276,7 +278,7 @@ class Intake:
             step=state.record.for_step,
         )
 
-    def _judge_substance(self, state: RoundState, key: RolloutKey, rollouts: Rollouts) -> Steps[Refusal | None]:
+    def judge_substance(self, state: RoundState, key: RolloutKey, rollouts: Rollouts) -> Steps[Refusal | None]:
         """Judge what a result holds: its run, prompts, completions, versions, and whether it can be trained on."""
         if rollouts.run != self.run:
             return Refusal("wrong-run")

@@ -14,6 +14,8 @@ from ...format.records.trainer_records import Round, Sampling
 from ...store import fleet_keys
 from ...store.create_rule import create_steps
 from ...store.requests import Get, Put
+from ..rules.live_owners import LiveOwners
+from ..rules.live_tasks import live_rows
 from ..rules.round_state import RoundState
 from .record_steps import FoundRounds, read_rounds
 from .requests import Steps
@@ -36,6 +38,10 @@ class OpenRounds:
         self.next_number: int | None = None
         """The first round number that no trainer has used. None until the store was listed."""
         self._step_of_number: dict[int, int] = {}
+        self.owners = LiveOwners()
+        """Which interactions the live tasks of all known rounds use."""
+        self.unread: list[bytes] = []
+        """Records of rounds of others that this trainer met when it opened a round, and whose rows it has not read."""
 
     def read(self) -> Steps[FoundRounds]:
         """Read all rounds of the run. Raise `Fenced` if a later trainer opened one of them."""
@@ -88,18 +94,21 @@ class OpenRounds:
                 break
             # The number belongs to an earlier trainer, or to an earlier call of ours whose outcome was unknown.
             trainer.halt_if_newer(found)
+            self.unread.append(found)
             number += 1
-        self.by_step[for_step] = RoundState(record, tasks.rows, trainer.options.quorum, prompts)
+        state = self.by_step[for_step] = RoundState(record, tasks.rows, trainer.options.quorum, prompts)
+        self.owners.note(number, for_step, state.live.values())
         self._step_of_number[number] = for_step
         emit(trainer.on_event, "round-opened", round=number, step=for_step, tasks=record.tasks)
         return record
 
     def adopt(self, record: Round) -> Steps[RoundState | None]:
         """Return the state of a round that an earlier trainer opened; None if its rows cannot be read or encoded."""
-        rows = yield from self._read_rows(record)
+        rows = yield from self.read_rows(record)
         if rows is None:
             emit(self._trainer.on_event, "round-unusable", round=record.round, step=record.for_step)
             return None
+        self.owners.note(record.round, record.for_step, live_rows(rows).values())
         try:
             return RoundState(record, rows, self._trainer.options.quorum, self._prompts(rows), adopted=True)
         except DeltawireError as error:
@@ -116,7 +125,8 @@ class OpenRounds:
         kept = [number for number, step in self._step_of_number.items() if step > upto_step]
         return min([*kept, (self.next_number or 1) - 1])
 
-    def _read_rows(self, record: Round) -> Steps[tuple[tuple[Row, ...], ...] | None]:
+    def read_rows(self, record: Round) -> Steps[tuple[tuple[Row, ...], ...] | None]:
+        """Return the rows of a round; None if they are missing or damaged."""
         try:
             data: bytes = yield Get(record.rows.key, record.rows.size)
             rows = Tasks.parse(data).rows if blake3(data).hexdigest() == record.rows.blake3 else ()
@@ -129,4 +139,5 @@ class OpenRounds:
         training = self._trainer.training
         if training.encode is None:
             return None
-        return [training.prompts_of(task) or () for task in rows]
+        live = live_rows(rows)
+        return [(live[number].prompt_ids,) if number in live else training.prompts_of(task) or () for number, task in enumerate(rows)]

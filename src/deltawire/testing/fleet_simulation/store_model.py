@@ -129,8 +129,8 @@ class Objects:
                 data = self.perform(Get(key, limit), stale=stale)
                 found = blake3(data).hexdigest()
                 return None if found == tag else (data, found)
-            case List(prefix, after, before):
-                return self._list(prefix, after, before)
+            case List(prefix, after, before, most):
+                return self._list(prefix, after, before)[:most]
             case Create(key, data):
                 check_create(key, data)
                 if key in self._objects:
