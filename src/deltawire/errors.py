@@ -75,6 +75,7 @@
     │   ├── FleetTimeout            a round did not finish within the time limit
     │   └── FleetDeserted           all members left because of errors, and none came back
     ├── LiveError                   live traffic cannot be read
+    │   ├── NoMetrics               the run declares no metrics, so that feedback means nothing
     │   ├── CorruptInteractions     a file of interactions breaks a rule of docs/protocol.md
     │   └── CorruptFeedback         a file of feedback breaks a rule of docs/protocol.md
     ├── GatewayError                a gateway refuses a request
@@ -597,6 +598,12 @@ class FleetDeserted(FleetError):
 
 class LiveError(DeltawireError):
     """Live traffic cannot be recorded, read or joined."""
+
+
+class NoMetrics(LiveError):
+    """The run declares no metrics, so that feedback cannot become rewards."""
+
+    hint = "Pass metrics, for example LiveTraffic(url, metrics=[Metric('thumbs', window=3600, default=0.0)])."
 
 
 class CorruptInteractions(LiveError):

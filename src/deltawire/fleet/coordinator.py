@@ -229,6 +229,27 @@ class Coordinator:
         with self._turn:
             self._opened().exclude(member, why)
 
+    def is_open(self, for_step: int) -> bool:
+        """Tell whether a round is open for a training step, or was acknowledged.
+
+        Parameters
+        ----------
+        for_step
+            The training step.
+        """
+        with self._turn:
+            return for_step in self._opened().rounds
+
+    def perform(self, begin: Callable[[CoordinatorSteps], Steps[T]]) -> T:
+        """Run steps of the trainer in turn with those of the coordinator, and return their result.
+
+        Parameters
+        ----------
+        begin
+            Called with the coordinator's own steps. Returns the steps to run.
+        """
+        return self._run(begin)
+
     def poll(self) -> None:
         """Look at the fleet once. Call it now and then during a long training step if `background` is False."""
         self._run(lambda steps: steps.poll())

@@ -34,6 +34,7 @@ from .fleet_keyring import FleetKeyring
 from .generation import Generated, Generator, Interrupted
 from .member_link import MemberLink
 from .member_routing import join_routing
+from .rules.live_tasks import LIVE_MEMBER
 from .rules.staleness import KnownVersion
 from .rules.training_limits import LARGEST_REWARD
 from .steps.claim_steps import claim_steps
@@ -113,6 +114,8 @@ class Member:
         on_event: OnEvent | None = None,
     ) -> None:
         member_key(name)  # raises ValueError for a name that no member can have
+        if name == LIVE_MEMBER:
+            raise ValueError(f"no member can have the name {LIVE_MEMBER!r}: the results of live traffic have it")
         if tasks < 1:
             raise ValueError(f"a member works on at least 1 task, not {tasks}")
         self._store = store

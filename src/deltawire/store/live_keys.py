@@ -14,6 +14,9 @@ USED, USED_LISTS = "live/used/", "live/used-lists/"
 GATES = "live/gate/"
 """Prefixes for listings."""
 
+CLOCK = "live/clock.json"
+"""A hint that trainers write again and again, to learn the store's time."""
+
 _HASH = r"([0-9a-f]{64})"
 _INTERACTIONS = re.compile(rf"live/interactions/([^/]+)/([0-9]{{20}})-{_HASH}\.bin")
 _FEEDBACK = re.compile(rf"live/feedback/([^/]+)/([0-9]{{20}})-{_HASH}\.json")

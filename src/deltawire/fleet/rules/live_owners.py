@@ -42,13 +42,31 @@ class LiveOwners:
                 files.setdefault(number, set()).update(indices)
             self._used[name] = {number: indices for number, indices in files.items() if number >= mark}
         self.covers = max(self.covers, round_number)
-        for number in [number for number in self._rounds if number < round_number]:
-            del self._rounds[number]
-        for each in [each for each, (number, _) in self._owners.items() if number < round_number]:
-            del self._owners[each]
+        rounds, self._rounds, self._owners = self._rounds, {}, {}
+        for number, (step, rows) in rounds.items():
+            self.note(number, step, rows)
+
+    @property
+    def marks(self) -> Mapping[str, int]:
+        """For each session, the number of the first file of which interactions may still be joined, as the list in the store says."""
+        return self._marks
+
+    def first_needed(self, gateway: str) -> int:
+        """Return the number of the first file of a session that a round or a window may still need.
+
+        Parameters
+        ----------
+        gateway
+            The session.
+        """
+        named = [row.item.number for _, rows in self._rounds.values() for row in rows if row.item.gateway == gateway]
+        return min([self.settled.get(gateway, 0), *named])
 
     def note(self, number: int, step: int, rows: Iterable[LiveRow]) -> None:
         """Note the live tasks of a round. It may be noted twice.
+
+        A round below the list in the store was swept. If it is there, a trainer that was replaced has used its number again, and nobody
+        trains on it.
 
         Parameters
         ----------
@@ -59,6 +77,8 @@ class LiveOwners:
         rows
             The rows of its live tasks.
         """
+        if number < self.covers:
+            return
         self._rounds[number] = (step, tuple(rows))
         for row in self._rounds[number][1]:
             for name in (row.item, (row.id, row.choice)):
@@ -94,17 +114,15 @@ class LiveOwners:
         """
         return self.owner(row.item, row.id, row.choice) == step
 
-    def used_list(self, before: int) -> UsedList | None:
-        """Return what all rounds below a number have used; None if the list in the store says it already.
+    def used_list(self, before: int) -> UsedList:
+        """Return what all rounds below a number have used.
 
         Parameters
         ----------
         before
             The number of the first round that is not a part of it.
         """
-        rounds = {number: rows for number, (_, rows) in self._rounds.items() if self.covers <= number < before and rows}
-        if not rounds:
-            return None
+        rounds = {number: rows for number, (_, rows) in self._rounds.items() if number < before}
         used = {name: {number: set(indices) for number, indices in files.items()} for name, files in self._used.items()}
         for rows in rounds.values():
             for row in rows:

@@ -21,6 +21,7 @@ from ...store.requests import Get
 from ..rules.admission import Demand, Reason, Refusal, judge_content, judge_key, judge_origin, judge_versions, most_bytes
 from ..rules.desertion import Desertion
 from ..rules.fleet_clock import FleetClock
+from ..rules.live_tasks import LIVE_MEMBER
 from ..rules.roster import Roster
 from ..rules.round_state import RoundState
 from ..rules.scheduler import Scheduler
@@ -98,7 +99,7 @@ class Intake:
 
         Leases are read if they are listed, or if their results are, which may be newer than the listing of leases.
         """
-        infos = {member: info for info in members if (member := fleet_keys.parse_member_key(info.key)) is not None}
+        infos = {member: info for info in members if (member := fleet_keys.parse_member_key(info.key)) not in (None, LIVE_MEMBER)}
         times = {key: info.modified.timestamp() for info in leases if (key := fleet_keys.parse_lease_key(info.key)) is not None}
         for info in rollouts:
             result = fleet_keys.parse_rollout_key(info.key)

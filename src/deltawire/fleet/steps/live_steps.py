@@ -107,7 +107,10 @@ class LiveTasks:
             yield from self._store(made)
 
     def before_sweep(self, first_kept: int) -> Steps[None]:
-        """Write down which interactions the rounds below this number have used, before these rounds are deleted."""
+        """Write down which interactions the rounds below this number have used, before these rounds are deleted.
+
+        A run without live traffic needs no such record. In all others, every deletion needs one: it also says which numbers are used up.
+        """
         trainer, owners = self._trainer, self._rounds.owners
         if first_kept <= owners.covers:
             return
@@ -118,8 +121,6 @@ class LiveTasks:
             return
         yield from self.learn()
         used = owners.used_list(first_kept)
-        if used is None:
-            return
         data = used.to_bytes()
         digest = blake3(data).hexdigest()
         record = Used(trainer.run, first_kept, trainer.epoch, trainer.draw_nonce(), len(data), digest, trainer.clock())
@@ -127,9 +128,10 @@ class LiveTasks:
         yield Put(live_keys.used_list_key(first_kept, digest), data)
         found = yield from create_steps(live_keys.used_key(first_kept), raw)
         if found != raw:  # another trainer knew the same rounds
-            used = yield from self._read_used_list(first_kept, found)
-            if used is None:
+            theirs = yield from self._read_used_list(first_kept, found)
+            if theirs is None:
                 raise CorruptRecord(f"{live_keys.used_key(first_kept)!r} is not a record of used interactions.")
+            used = theirs
         owners.restore(used, first_kept)
         yield from self._delete_used(first_kept)
 

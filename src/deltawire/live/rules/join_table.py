@@ -1,0 +1,202 @@
+"""Keeps interactions that wait for feedback, and feedback that waits for interactions. Both are bounded."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+
+from ...fleet.rules.live_tasks import LiveItem
+from ...format.records.live_records import Metric
+from .join import Joined, Pending, StoredFeedback, Waiting, join
+
+_MOST_PER_TARGET = 1024
+"""The most feedback for one interaction or episode that is kept. The first ones that were stored are kept."""
+
+
+class JoinTable:
+    """Interactions without a reward, and feedback. The order in which they are added makes no difference to rewards.
+
+    Parameters
+    ----------
+    metrics
+        The declared metrics.
+    most_pending
+        The most interactions that wait at the same time. `is_full` says that there are as many.
+    most_feedback
+        The most feedback that is kept. Above that, the oldest feedback without an interaction is dropped first.
+    """
+
+    def __init__(self, metrics: Sequence[Metric], *, most_pending: int = 200_000, most_feedback: int = 500_000) -> None:
+        self.metrics = tuple(metrics)
+        self._most_pending, self._most_feedback = most_pending, most_feedback
+        self._pending: dict[LiveItem, Pending] = {}
+        self._first: dict[tuple[str, int], Pending] = {}
+        self._targets: dict[tuple[str, str], set[LiveItem]] = {}
+        self._feedback: dict[str, StoredFeedback] = {}
+        self._given: dict[tuple[str, str], set[str]] = {}
+        self._due: list[tuple[float, LiveItem]] = []
+        self._ripe: dict[LiveItem, Joined] = {}
+        self.counts: Counter[str] = Counter()
+        """Counts what happened so far: "conflicting" and "dropped" feedback, "repeated" and "unrewarded" interactions."""
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def __contains__(self, item: LiveItem) -> bool:
+        return item in self._pending
+
+    @property
+    def is_full(self) -> bool:
+        """True if no more interactions should be added."""
+        return len(self._pending) >= self._most_pending
+
+    @property
+    def feedback(self) -> int:
+        """The number of pieces of feedback that are kept."""
+        return len(self._feedback)
+
+    def add_interaction(self, pending: Pending) -> None:
+        """Let an interaction wait for feedback. Of several with the same id and choice, the first that was stored counts.
+
+        Parameters
+        ----------
+        pending
+            The interaction.
+        """
+        name = (pending.id, pending.choice)
+        before = self._first.get(name)
+        if before is not None and before.item != pending.item:
+            self.counts["repeated"] += 1
+            if before.order <= pending.order:
+                return
+            self.drop(before.item)
+        self._first[name] = pending
+        self._pending[pending.item] = pending
+        for target in _targets(pending):
+            self._targets.setdefault(target, set()).add(pending.item)
+        heapq.heappush(self._due, (pending.stored, pending.item))
+
+    def add_feedback(self, given: StoredFeedback) -> None:
+        """Keep feedback. Feedback with an id that is known counts once; with other content, the first that was stored counts.
+
+        Parameters
+        ----------
+        given
+            The feedback.
+        """
+        before = self._feedback.get(given.feedback.id)
+        if before is not None:
+            self.counts["conflicting"] += before.feedback != given.feedback
+            if (before.stored, before.place) <= (given.stored, given.place):
+                return
+            self._forget(before.feedback.id)
+        target = given.feedback.target
+        ids = self._given.setdefault(target, set())
+        self._feedback[given.feedback.id] = given
+        ids.add(given.feedback.id)
+        if len(ids) > _MOST_PER_TARGET:
+            self._forget(max(ids, key=lambda each: (self._feedback[each].stored, self._feedback[each].place)))
+            self.counts["dropped"] += 1
+        for item in self._targets.get(target, ()):
+            self._ripe.pop(item, None)
+            heapq.heappush(self._due, (self._pending[item].stored, item))
+
+    def ripe(self, now: float) -> list[Joined]:
+        """Return the interactions that have their rewards, in the order in which they were stored. They stay until they are dropped.
+
+        Interactions that no metric gives a reward are dropped.
+
+        Parameters
+        ----------
+        now
+            A time of the store. All feedback that was stored before must have been added.
+        """
+        again: dict[LiveItem, float] = {}
+        while self._due and self._due[0][0] <= now:
+            _, item = heapq.heappop(self._due)
+            pending = self._pending.get(item)
+            if pending is None or item in self._ripe or item in again:
+                continue
+            found = join(pending, self.metrics, self.given_to(pending), now)
+            if found is None:
+                self.counts["unrewarded"] += 1
+                self.drop(item)
+            elif isinstance(found, Waiting):
+                again[item] = found.until
+            else:
+                self._ripe[item] = found
+        for item, until in again.items():
+            heapq.heappush(self._due, (until, item))
+        self._shrink()
+        return sorted(self._ripe.values(), key=lambda one: one.pending.order)
+
+    def given_to(self, pending: Pending) -> list[StoredFeedback]:
+        """Return all feedback for an interaction or its episode.
+
+        Parameters
+        ----------
+        pending
+            The interaction.
+        """
+        return [self._feedback[each] for target in _targets(pending) for each in self._given.get(target, ())]
+
+    def of_episode(self, episode: str) -> list[Pending]:
+        """Return the interactions of an episode that wait, in the order in which they were stored.
+
+        Parameters
+        ----------
+        episode
+            The id of the episode.
+        """
+        return sorted((self._pending[item] for item in self._targets.get(("episode", episode), ())), key=lambda one: one.order)
+
+    def drop(self, item: LiveItem) -> None:
+        """Forget an interaction: it is joined, or can never be.
+
+        Parameters
+        ----------
+        item
+            The interaction.
+        """
+        pending = self._pending.pop(item, None)
+        if pending is None:
+            return
+        self._ripe.pop(item, None)
+        self._first.pop((pending.id, pending.choice), None)
+        for target in _targets(pending):
+            waiting = self._targets[target]
+            waiting.discard(item)
+            if not waiting:
+                del self._targets[target]
+                if target[0] == "inference":
+                    for each in list(self._given.get(target, ())):
+                        self._forget(each)
+
+    def lowest(self) -> dict[str, int]:
+        """Return, for each session, the lowest number of a file with an interaction that waits."""
+        lowest: dict[str, int] = {}
+        for item in self._pending:
+            lowest[item.gateway] = min(item.number, lowest.get(item.gateway, item.number))
+        return lowest
+
+    def _forget(self, feedback: str) -> None:
+        given = self._feedback.pop(feedback, None)
+        if given is not None:
+            ids = self._given[given.feedback.target]
+            ids.discard(feedback)
+            if not ids:
+                del self._given[given.feedback.target]
+
+    def _shrink(self) -> None:
+        """Drop feedback above the limit: first the oldest without an interaction, then the oldest."""
+        excess = len(self._feedback) - self._most_feedback
+        if excess > 0:
+            ordered = sorted(self._feedback.values(), key=lambda one: (one.feedback.target in self._targets, one.stored, one.place))
+            for one in ordered[:excess]:
+                self._forget(one.feedback.id)
+            self.counts["dropped"] += excess
+
+
+def _targets(pending: Pending) -> list[tuple[str, str]]:
+    return [("inference", pending.id), *([] if pending.episode is None else [("episode", pending.episode)])]

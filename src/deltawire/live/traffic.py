@@ -1,0 +1,117 @@
+"""Live traffic of a run: what users were answered, and what they said about it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ..chain.log import ChainLog
+from ..events import OnEvent
+from ..fleet.fleet_keyring import FleetKeyring
+from ..fleet.steps.requests import MOST_TOGETHER, Steps, run_steps
+from ..format.records.live_records import Metric
+from ..store import Store, StoreOptions, open_store
+from .rules.join import Joined
+from .steps.joiner_steps import JoinerOptions, JoinerSteps, Judge
+from .steps.metric_steps import declare_metrics
+
+
+class LiveTraffic:
+    """The answers that gateways recorded, joined with the feedback that they received.
+
+    >>> traffic = LiveTraffic("s3://bucket/run", metrics=[Metric("thumbs", window=3600, default=0.0)])
+    >>> with GrpoTrainer(model, [], "s3://bucket/run", live=traffic, live_share=1.0) as trainer:
+    ...     trainer.train(until=1000)
+
+    A trainer that is given such an object makes rounds of the interactions that have their rewards. On its own, `ripe` shows them.
+    Only interactions of users who agreed to training are read into memory.
+
+    Parameters
+    ----------
+    url
+        The location of the run: a URL, a directory, or an open store, which stays the caller's to close. None: that of the trainer.
+    metrics
+        The metrics of the run. They are declared if the declaration in force differs. None takes the declaration in force.
+    judge
+        Called with a conversation that ends with an answer (`ConversationText`) and the user's next message. It returns the value of the
+        metric `options.judge_metric`, or None. Gateways must record texts for it. Feedback for the same metric comes first.
+    options
+        Retention, limits, and the judge's metric.
+    run
+        The name of the run that must be at `url`.
+    trusted_keys
+        The public keys of which one must have signed declarations of metrics.
+    on_event
+        Called with every event.
+    store_options
+        How to open the store at `url`.
+    """
+
+    def __init__(
+        self,
+        url: str | Path | Store | None = None,
+        *,
+        metrics: Sequence[Metric] | None = None,
+        judge: Judge | None = None,
+        options: JoinerOptions | None = None,
+        run: str | None = None,
+        trusted_keys: Collection[str] = (),
+        on_event: OnEvent | None = None,
+        store_options: StoreOptions | None = None,
+    ) -> None:
+        self._url = url
+        self._metrics = None if metrics is None else tuple(metrics)
+        self._judge = judge
+        self._options = options or JoinerOptions()
+        self._run = run
+        self._keyring = FleetKeyring(trusted_keys=trusted_keys)
+        self._on_event = on_event
+        self._store_options = store_options
+        self._joiner: JoinerSteps | None = None
+
+    def ripe(self) -> list[Joined]:
+        """Look once at the store, and return the interactions that have their rewards, in the order in which they were stored.
+
+        Interactions that a trainer has used already are among them as long as their files are in the store.
+        """
+        if self._url is None:
+            raise ValueError("pass the url of the run to LiveTraffic")
+        store = open_store(self._url, options=self._store_options, on_event=self._on_event)
+        try:
+            with ThreadPoolExecutor(MOST_TOGETHER) as pool:
+                if self._joiner is None:
+                    run = ChainLog(store, run=self._run, trusted_keys=self._keyring.trusted).run.id
+                    opening = self.open(run, self._keyring, ticks=time.monotonic, on_event=self._on_event)
+                    self._joiner = run_steps(opening, store, sleep=time.sleep, pool=pool)
+                run_steps(self._joiner.look(), store, sleep=time.sleep, pool=pool)
+        finally:
+            if store is not self._url:
+                store.close()
+        return self._joiner.ripe()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many interactions were read, joined or left out, and why."""
+        return Counter() if self._joiner is None else self._joiner.counts + self._joiner.table.counts
+
+    def open(self, run: str, keyring: FleetKeyring, *, ticks: Callable[[], float], on_event: OnEvent | None) -> Steps[JoinerSteps]:
+        """Declare the metrics, and return what joins interactions and feedback. Raises `NoMetrics` if none are declared.
+
+        Parameters
+        ----------
+        run
+            The run's id.
+        keyring
+            Signs the declaration of metrics, and checks the signatures of others.
+        ticks
+            Returns seconds that never run backwards.
+        on_event
+            Called with every event.
+        """
+        found = yield from declare_metrics(run, self._metrics, keyring, lambda: secrets.token_hex(16), lambda: int(time.time() * 1000))
+        self._joiner = JoinerSteps(run, found.metrics, self._options, ticks, judge=self._judge, on_event=on_event)
+        return self._joiner

@@ -1,0 +1,154 @@
+"""Interactions get the rewards that a plain reading of docs/protocol.md §13 gives, in whatever order files are read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from live_samples import ID
+from thorough import examples
+
+from deltawire.fleet.rules.live_tasks import LiveItem
+from deltawire.format.feedback import Feedback
+from deltawire.format.records.live_records import Metric
+from deltawire.live.rules.join import Pending, StoredFeedback
+from deltawire.live.rules.join_table import JoinTable
+
+METRICS = (
+    Metric("thumbs", window=20, default=0.5, weight=2.0),
+    Metric("rating", "episode", "float", window=30, low=0.0, high=1.0),
+    Metric("unused", weight=0.0, window=1000),
+)
+EPISODES = [None, ID(101), ID(102)]
+
+
+@st.composite
+def interactions(draw: Any) -> list[Pending]:
+    found = []
+    for number in range(draw(st.integers(1, 5))):
+        found.append(
+            Pending(
+                item=LiveItem(f"gw.{'0' * 16}", number, 0),
+                key=str(number),
+                id=ID(draw(st.integers(1, 3))),
+                choice=draw(st.integers(0, 1)),
+                stored=float(draw(st.integers(0, 40))),
+                steps=(0, 0),
+                prompt_tokens=1,
+                tokens=1,
+                episode=draw(st.sampled_from(EPISODES)),
+                caller=draw(st.sampled_from([None, "app"])),
+            )
+        )
+    return found
+
+
+@st.composite
+def all_feedback(draw: Any) -> list[StoredFeedback]:
+    found = []
+    for number in range(draw(st.integers(0, 12))):
+        about: dict[str, Any] = draw(
+            st.sampled_from([{"inference": ID(each)} for each in (1, 2, 3, 9)] + [{"episode": each} for each in EPISODES[1:]])
+        )
+        feedback = Feedback(
+            id=ID(draw(st.integers(200, 206))),
+            metric=draw(st.sampled_from(["thumbs", "rating", "other"])),
+            value=draw(st.sampled_from([True, False, 0.25, 0.75, 7.0, "good"])),
+            revision=draw(st.integers(0, 2)),
+            time=draw(st.integers(0, 2)),
+            caller=draw(st.sampled_from([None, "app", "other"])),
+            **about,
+        )
+        found.append(StoredFeedback(feedback, float(draw(st.integers(0, 80))), (str(number), 0)))
+    return found
+
+
+def reference(pending: list[Pending], given: list[StoredFeedback]) -> dict[LiveItem, float]:
+    """Return the reward of each interaction that has one, written as the rules read, without any of the code that is tested."""
+    first: dict[str, StoredFeedback] = {}
+    for one in sorted(given, key=lambda one: (one.stored, one.place)):
+        first.setdefault(one.feedback.id, one)
+    kept: dict[tuple[str, int], Pending] = {}
+    for each in sorted(pending, key=lambda each: (each.stored, each.item)):
+        kept.setdefault((each.id, each.choice), each)
+    rewards = {}
+    for each in kept.values():
+        votes = []
+        ratings = []
+        for one in first.values():
+            feedback = one.feedback
+            if feedback.caller is not None and feedback.caller != each.caller:
+                continue
+            order = (feedback.revision, feedback.time, feedback.id)
+            on_time = one.stored <= each.stored + 20
+            if feedback.metric == "thumbs" and feedback.inference == each.id and type(feedback.value) is bool and on_time:
+                votes.append((order, 1.0 if feedback.value else 0.0))
+            in_range = type(feedback.value) is float and 0.0 <= feedback.value <= 1.0
+            same = feedback.episode is not None and feedback.episode == each.episode
+            if feedback.metric == "rating" and same and in_range and one.stored <= each.stored + 30:
+                ratings.append((order, float(feedback.value)))
+        reward = 2.0 * (max(votes)[1] if votes else 0.5)
+        rewards[each.item] = reward + (max(ratings)[1] if ratings else 0.0)
+    return rewards
+
+
+@examples(150)
+@given(interactions(), all_feedback(), st.randoms(use_true_random=False))
+def test_rewards_do_not_depend_on_the_order_in_which_files_are_read(
+    pending: list[Pending], given: list[StoredFeedback], random: Any
+) -> None:
+    table = JoinTable(METRICS)
+    arriving: list[Any] = [*pending, *given, *random.sample(given, len(given) // 2)]  # some of it is read twice
+    random.shuffle(arriving)
+    for one in arriving:
+        if isinstance(one, Pending):
+            table.add_interaction(one)
+        else:
+            table.add_feedback(one)
+        if random.random() < 0.3:
+            table.ripe(0.0)  # nothing can be ripe yet
+    found = {one.pending.item: one.reward for one in table.ripe(1000.0)}
+    assert found == reference(pending, given)
+
+
+@examples(150)
+@given(interactions(), all_feedback(), st.randoms(use_true_random=False))
+def test_rewards_do_not_depend_on_when_a_trainer_looks(pending: list[Pending], given: list[StoredFeedback], random: Any) -> None:
+    """The trainer sees everything soon after it was stored, and takes interactions as soon as they are ripe."""
+    table = JoinTable(METRICS)
+    expected = reference(pending, given)
+    found: dict[LiveItem, float] = {}
+    shown = 0.0
+    while shown < 200.0:
+        now = shown + random.randint(1, 30)
+        new = [one for one in [*pending, *given] if shown <= one.stored < now]
+        random.shuffle(new)
+        for one in new:
+            (table.add_interaction if isinstance(one, Pending) else table.add_feedback)(one)  # type: ignore[operator]
+        for joined in table.ripe(now):
+            assert joined.pending.item not in found
+            assert joined.pending.stored + 31 <= now
+            found[joined.pending.item] = joined.reward
+            if random.random() < 0.5:
+                table.drop(joined.pending.item)
+            else:
+                del found[joined.pending.item]
+        shown = now
+    found |= {one.pending.item: one.reward for one in table.ripe(1000.0)}
+    again = {item: reward for item, reward in found.items() if item not in expected}  # a repeated id, after the first one was taken
+    assert {item: reward for item, reward in found.items() if item not in again} == expected
+
+
+def test_a_table_has_a_limit_and_drops_feedback_without_an_interaction_first() -> None:
+    table = JoinTable(METRICS, most_pending=1, most_feedback=3)
+    table.add_interaction(Pending(LiveItem("gw.0", 0, 0), "k", ID(1), 0, 50.0, (0, 0), 1, 1))
+    assert table.is_full
+    for number in range(6):
+        about = ID(1) if number < 2 else ID(2)
+        table.add_feedback(StoredFeedback(Feedback(ID(10 + number), "thumbs", True, inference=about), float(number), ("k", number)))
+    assert table.ripe(60.0) == []
+    assert table.feedback == 3
+    assert table.counts["dropped"] == 3
+    [joined] = table.ripe(100.0)
+    assert joined.values == {"thumbs": 1.0}
