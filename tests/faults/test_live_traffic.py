@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from live_fleet import THUMBS, WINDOW, Answers, LiveTrainer, all_trained, live_fleet, text, trained_on
+from live_fleet import WINDOW, Answers, LiveTrainer, all_trained, live_fleet, text, trained_on
 from live_samples import EPISODE, ID
 from publications import state_at
 from small_fleet import Fleet, make_rollouts, place_lease, upload_result
@@ -420,7 +420,3 @@ def test_the_list_of_used_interactions_stays_small_and_old_ones_are_deleted() ->
     assert len(records) == len(lists) == 1
     assert lists[0].size < 200
     assert len(all_trained(fleet.inner)) == 16
-
-
-def test_thumbs_are_declared_as_the_tests_say() -> None:
-    assert (THUMBS.window, THUMBS.default, THUMBS.weight) == (WINDOW, 0.25, 1.0)

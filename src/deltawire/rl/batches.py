@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..fleet.rules.live_tasks import LIVE_MEMBER
 from ..format.rollouts import Completion, Rollouts
 from .grpo import group_advantages
 from .router_replay import lay_out
@@ -87,6 +88,8 @@ def training_batch(
 ) -> TrainingBatch:
     """Return one row per completion. The completions of one prompt form a group. `weights` has reward weights by name (default 1).
 
+    All completions from live traffic form one group, because their prompts have one completion each.
+
     `check_experts` returns recorded experts in the form that the model replays, or raises `UnusableRouting`. Without it the batch has none.
     """
     made = [(group, result, one) for group, result, one in _with_groups(results)]
@@ -132,7 +135,7 @@ def _with_groups(results: Collection[Rollouts]) -> Iterator[tuple[int, Rollouts,
     before = 0
     for result in results:
         for one in result.completions:
-            yield before + one.prompt, result, one
+            yield -1 if result.member == LIVE_MEMBER else before + one.prompt, result, one
         before += len(result.prompts)
 
 

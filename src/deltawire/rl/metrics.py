@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..engines.prompts import Prompts
+from ..fleet.rules.live_tasks import LIVE_MEMBER
 from ..fleet.steps.batch_steps import Batch
 from .batches import TrainingBatch
 from .mismatch import Mismatch
@@ -51,9 +52,14 @@ def published_metrics(facts: Mapping[str, float | None]) -> dict[str, str]:
 
 
 def printed_completions(collected: Batch, prompts: Prompts, most: int) -> Iterator[dict[str, Any]]:
-    """Yield the fields of an event for some completions, spread over the step's results: at most one of each result, and `most` in all."""
+    """Yield the fields of an event for some completions, spread over the step's results: at most one of each result, and `most` in all.
+
+    What users were answered is not shown.
+    """
     left = most
     for rows, rollouts in zip(collected.rows, collected.rollouts, strict=True):
+        if rollouts.member == LIVE_MEMBER:
+            continue
         for one in rollouts.completions[: max(0, min(1, left))]:
             left -= 1
             (text,) = prompts.decode([rows[one.prompt]], [one.tokens.tolist()])

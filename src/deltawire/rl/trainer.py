@@ -29,6 +29,7 @@ from ..fleet.rules.staleness import StalenessBudget
 from ..fleet.steps.batch_steps import Batch
 from ..format.records.fleet_files import Row
 from ..format.records.trainer_records import Sampling
+from ..live import LiveTraffic
 from ..publish import PendingVersion, Publisher, WriterOptions
 from ..publish.advice import continues
 from ..publish.attachments.read_files import Attachments
@@ -38,6 +39,7 @@ from ..quantise import Recipe
 from ..store import Store, open_store
 from ..trainers import WeightSource
 from .checkpoints import TrainerCheckpoints
+from .live_steps import LiveShare
 from .metrics import mismatch_metrics, printed_completions, published_metrics, step_metrics
 from .mismatch import TokenMismatch, mismatch_groups
 from .mismatch_alarm import MismatchAlarm
@@ -73,7 +75,7 @@ class GrpoTrainer:
     model
         The model to train, usually with float32 weights.
     rows
-        The dataset: mappings with a `prompt` and the columns that the rewards need.
+        The dataset: mappings with a `prompt` and the columns that the rewards need. It may be empty if `live_share` is 1.
     url
         The location of the chain: a URL, a directory, or a `Store`.
     settings
@@ -88,6 +90,11 @@ class GrpoTrainer:
         A scheduler of `optimizer`. It is stepped once after each trained step.
     evaluate
         Called every `eval_steps` steps. Its numbers become an event "evaluated".
+    live
+        Live traffic to learn from (docs/live.md). Set `max_staleness` to at least the number of steps for which a version answers users.
+    live_share
+        The part of a step's completions that comes from live traffic. With 1 the trainer needs no members, and waits until enough
+        interactions have their rewards. With less, members make the rest, and all that live traffic lacks.
     fleet
         How the fleet is run.
     scheduler
@@ -125,6 +132,8 @@ class GrpoTrainer:
         optimizer: torch.optim.Optimizer | None = None,
         lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         evaluate: Evaluate | None = None,
+        live: LiveTraffic | None = None,
+        live_share: float = 0.5,
         fleet: FleetOptions | None = None,
         scheduler: Scheduler | None = None,
         dtype: torch.dtype = torch.bfloat16,
@@ -169,7 +178,7 @@ class GrpoTrainer:
             self._prompts = load_prompts(files)
             limits = training_limits(model, self._prompts)
             check_rows(rows, limits, self.settings.max_completion_length)
-            if len(rows) < self.settings.prompts:
+            if len(rows) < self.settings.prompts and (live is None or live_share < 1):
                 raise ValueError(f"the dataset has {len(rows)} rows, but one step needs {self.settings.prompts} prompts")
             step = self._checkpoints.load_newest(model, self._optimizer, lr_scheduler) if self._checkpoints else None
             self.step = step or 0
@@ -222,6 +231,10 @@ class GrpoTrainer:
                 on_event=on_event,
             )
             opened.callback(self._coordinator.close)
+            self._poll_seconds = fleet.poll_seconds
+            self._live = None
+            if live is not None:
+                self._live = LiveShare(live, live_share, self._coordinator, self.settings, limits, on_event)
             self._training = StepTraining(
                 update,
                 self._coordinator,
@@ -285,6 +298,11 @@ class GrpoTrainer:
                     self._settle()
                 self._open_rounds()
                 awaited = None if self._in_flight is None else self._in_flight.version
+            if self._live is not None and not self._coordinator.is_open(self.step + 1):  # too little live traffic has its rewards
+                if stop is not None and stop():
+                    return None
+                time.sleep(self._poll_seconds)
+                continue
             try:
                 return self._coordinator.collect(self.step + 1, stop=partial(_has_news, stop, awaited))
             except FleetTimeout:
@@ -323,11 +341,17 @@ class GrpoTrainer:
         """
         settings = self.settings
         assert self.version.step is not None
-        for step in range(self.step + 1, min(self._last_step, self._budget.newest_open(self.version.step) + further) + 1):
-            rows = self._rows_of(step)
+        last = self._budget.newest_open(self.version.step) + further
+        if self._live is not None:
+            last = self._live.last_open(self.step, last)
+        for step in range(self.step + 1, min(self._last_step, last) + 1):
+            rows = [] if self._live is not None and self._live.is_all else self._rows_of(step)
             sampling = Sampling(
                 settings.num_generations, settings.max_completion_length, settings.temperature, settings.top_p, seed=settings.seed + step
             )
+            if self._live is not None:
+                self._live.open_round(rows, for_step=step, sampling=sampling)
+                continue
             self._coordinator.open_round([rows[task :: settings.tasks] for task in range(settings.tasks)], for_step=step, sampling=sampling)
 
     def _rows_of(self, step: int) -> list[Row]:

@@ -31,7 +31,6 @@ KINDS = (
         (f.ROUND, f.TASK, f.ATTEMPT, f.MEMBER.maybe, f.STEP, f.REASON, f.WHY.maybe),
     ),
     EventKind("live-joined", "info", "Interactions with users have their rewards, and are in a round.", (f.ROUND, f.STEP, f.RESULTS)),
-    EventKind("live-file-refused", "warning", "A file of a gateway breaks the rules, and nothing of it is used.", (f.KEY,)),
     EventKind("judge-failed", "warning", "The judge of next messages raised an error.", (f.ERROR,)),
     EventKind(
         "batch-acknowledged",

@@ -29,8 +29,8 @@ class Metric:
     type
         "boolean" (False counts as 0, True as 1) or "float".
     window
-        Seconds after an interaction was stored during which feedback counts, by the store's clock. For an episode, it begins anew with each
-        interaction of the episode.
+        Seconds after an interaction was stored during which feedback counts, by the store's clock. Each interaction of an episode has its
+        own window.
     settle
         A value is final this many seconds after its feedback was stored, by the store's clock, unless the window ends earlier. None: it is
         final when the window ends.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from ...errors import CorruptFeedback, CorruptInteractions, LimitExceeded, ObjectMissing, UnsupportedVersion
 from ...events import OnEvent, emit
@@ -27,6 +27,8 @@ from .file_steps import FILES_PER_LOOK, FoundFile, LiveFiles
 
 Judge: TypeAlias = Callable[[ConversationText, str], Value | None]
 """Called with a conversation that ends with an answer, and with the user's next message. Returns the value of the metric, or None."""
+
+_File = TypeVar("_File", Interactions, FeedbackFile)
 
 _TEXT_BYTES = 128 << 20
 _SWEPT_AT_ONCE = 1000
@@ -211,11 +213,11 @@ class JoinerSteps:
 
     def _note_interactions(self, file: FoundFile, owners: LiveOwners | None) -> None:
         try:
-            found = Interactions.parse(file.data) if file.data is not None else None
-        except (CorruptInteractions, UnsupportedVersion):
-            found = None
-        if found is None or (found.run, found.gateway, found.number) != (self._run, file.parts.gateway, file.parts.number):
-            self._refuse(file)
+            found = self._own(file, Interactions.parse)
+        except (CorruptInteractions, UnsupportedVersion) as error:
+            self._refuse(file, str(error))
+            return
+        if found is None:
             return
         for place, about in enumerate(found.interactions):
             self.counts["read"] += 1
@@ -278,18 +280,26 @@ class JoinerSteps:
 
     def _note_feedback(self, file: FoundFile) -> None:
         try:
-            found = FeedbackFile.parse(file.data) if file.data is not None else None
-        except (CorruptFeedback, UnsupportedVersion):
-            found = None
-        if found is None or (found.run, found.gateway, found.number) != (self._run, file.parts.gateway, file.parts.number):
-            self._refuse(file)
+            found = self._own(file, FeedbackFile.parse)
+        except (CorruptFeedback, UnsupportedVersion) as error:
+            self._refuse(file, str(error))
+            return
+        if found is None:
             return
         for place, one in enumerate(found.feedback):
             self.table.add_feedback(StoredFeedback(one, file.stored, (file.key, place)))
 
-    def _refuse(self, file: FoundFile) -> None:
+    def _own(self, file: FoundFile, parse: Callable[[bytes], _File]) -> _File | None:
+        """Return a file that is of this run and is what its key says. Refuse any other."""
+        found = None if file.data is None else parse(file.data)
+        if found is None or (found.run, found.gateway, found.number) != (self._run, file.parts.gateway, file.parts.number):
+            self._refuse(file, "its content does not fit its key, or is of another run.")
+            return None
+        return found
+
+    def _refuse(self, file: FoundFile, why: str) -> None:
         self.counts["files"] += 1
-        emit(self._on_event, "live-file-refused", key=file.key)
+        emit(self._on_event, "live-file-refused", key=file.key, why=why)
 
     def _rows(self, chosen: Sequence[Joined]) -> Steps[list[LiveRow]]:
         """Read the prompts of these interactions again. An interaction that cannot be read any more is dropped."""
