@@ -89,8 +89,8 @@ def blind_to(reason: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 def take_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
     blind_to("wrong-run")(monkeypatch)
-    honest = intake_steps.Intake._judge_substance
-    monkeypatch.setattr(intake_steps.Intake, "_judge_substance", lambda self, s, p, r: honest(self, s, p, replace(r, run=self.run)))
+    honest = intake_steps.Intake.judge_substance
+    monkeypatch.setattr(intake_steps.Intake, "judge_substance", lambda self, s, p, r: honest(self, s, p, replace(r, run=self.run)))
 
 
 def take_several_results_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
