@@ -67,9 +67,9 @@ def test_train_and_serve(model: str, folder: Path, monkeypatch: pytest.MonkeyPat
     substitutes = SUBSTITUTES | {"Qwen/Qwen3-0.6B": f"./{model}"}
 
     run_python(one_with("background=True", training), substitutes)
+    trained = run_python(one_with("DeltaWireCallback(", training), substitutes)
     live = run_python(one_with("LiveTraffic(", training), substitutes)
     assert live["traffic"].ripe() == []  # nobody has asked anything
-    trained = run_python(one_with("DeltaWireCallback(", training), substitutes)
     capsys.readouterr()
     served = run_python(one_with("ModuleEngine(", serving), substitutes)
     assert len(capsys.readouterr().out.splitlines()) == 10
