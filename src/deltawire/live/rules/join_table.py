@@ -173,6 +173,10 @@ class JoinTable:
                     for each in list(self._given.get(target, ())):
                         self._forget(each)
 
+    def oldest(self) -> float:
+        """Return when the oldest interaction that waits was stored; infinity if none waits."""
+        return min((pending.stored for pending in self._pending.values()), default=float("inf"))
+
     def lowest(self) -> dict[str, int]:
         """Return, for each session, the lowest number of a file with an interaction that waits."""
         lowest: dict[str, int] = {}

@@ -107,6 +107,7 @@ class JoinerSteps:
         self._texts: OrderedDict[LiveItem, ConversationText] = OrderedDict()
         self._text_bytes = 0
         self._until = float("-inf")
+        self._has_read_all = False
         self.counts: Counter[str] = Counter()
         """How many interactions were "read", had "no-consent", were "used" before, "stale", "unfit" or "joined"; and damaged "files"."""
 
@@ -120,14 +121,16 @@ class JoinerSteps:
         """
         if owners is not None:
             self._interactions.skip(owners.marks)
-        most = 0 if self.table.is_full else FILES_PER_LOOK
-        if most:
-            files, _ = yield from self._interactions.read(most)
+        self._has_read_all = False
+        if not self.table.is_full:
+            files, is_every = yield from self._interactions.read(FILES_PER_LOOK)
             for file in files:
                 if self.table.is_full:
                     break
                 self._note_interactions(file, owners)
                 self._interactions.read_up_to(file)
+            else:
+                self._has_read_all = is_every
         until = yield from self._clock.now()
         notes, is_all = yield from self._feedback.read()
         for file in notes:
@@ -191,6 +194,8 @@ class JoinerSteps:
     def sweep(self, owners: LiveOwners) -> Steps[None]:
         """Delete files that are older than `retention` and that no round and no window needs.
 
+        Feedback also stays while an interaction waits that was stored less than `retention` after it: the next trainer joins it again.
+
         Parameters
         ----------
         owners
@@ -201,10 +206,13 @@ class JoinerSteps:
             first = f"{live_keys.INTERACTIONS}{session}/"
             listed: list[ObjectInfo] = yield List(first, before=f"{first}{owners.first_needed(session):020}", most=_SWEPT_AT_ONCE)
             yield from self._delete(listed, now)
+        if not self._has_read_all:
+            return
+        needed = min(now, self.table.oldest())
         for session in list(self._feedback.next_numbers):
             first = f"{live_keys.FEEDBACK}{session}/"
             notes: list[ObjectInfo] = yield List(first, before=f"{first}{self._feedback.next_numbers[session]:020}", most=_SWEPT_AT_ONCE)
-            yield from self._delete(notes, now)
+            yield from self._delete(notes, needed)
 
     def _delete(self, listed: Sequence[ObjectInfo], now: float) -> Steps[None]:
         old = tuple(info.key for info in listed if info.modified.timestamp() + self._options.retention < now)

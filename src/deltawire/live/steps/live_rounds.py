@@ -96,6 +96,7 @@ class LiveRounds:
         self._opened += 1
         if self._opened % _SWEEP_EVERY == 1:
             try:
+                yield from fleet.trainer.look_for_fence()
                 yield from self.joiner.sweep(fleet.open_rounds.owners)
             except StoreError as error:
                 emit(fleet.trainer.on_event, "sweep-failed", error=str(error))
