@@ -24,7 +24,7 @@ _LONGEST = 20_000.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happened in a run.
+    """The outcome of a run.
 
     Parameters
     ----------

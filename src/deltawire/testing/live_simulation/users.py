@@ -26,7 +26,7 @@ METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a user got: an interaction as the gateway made it, and the store's time of its file."""
+    """An interaction as the gateway made it, and the store's time of its file."""
 
     id: str
     token: int
