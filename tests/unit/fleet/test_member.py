@@ -349,6 +349,7 @@ def test_heartbeats_say_how_long_updates_take(store: Store, publisher: Publisher
         MemberOptions("store", "vllm=http://127.0.0.1:8000", ("a:b",), "m", kv_cache="mark", canary="recorded"),
         MemberOptions("store", "transformers", ("a:b",), "m", store=StoreOptions(max_rate=1.25e6, max_requests=2.5)),
         MemberOptions("store", "transformers", ("a:b",), "m", host_cache="auto"),
+        MemberOptions("store", "transformers", ("a:b",), "m", channel="stable"),
         MemberOptions("store", "transformers", ("a:b",), "m", relays=("copy", "s3://bucket/copy"), find_relays=True),
         MemberOptions("store", "vllm=http://127.0.0.1:8000", ("a:b", "c:d"), "m", "cuda:1", "mirror", ("0" * 64, "1" * 64), 0.25, "prod"),
     ],
