@@ -29,9 +29,10 @@ QUANTISE ?=
 WAN ?=
 TRACE ?= $(firstword $(wildcard ../shared/traces/*.npz))
 
-.PHONY: help test test-vllm test-ray docs lint demo bench bench-wan fuzz fuzz-chains fuzz-properties chaos clean
+.PHONY: help test test-vllm test-ray docs lint demo demo-live bench bench-wan fuzz fuzz-chains fuzz-properties chaos clean
 help:
 	@echo "make demo   a whole RL run on this machine: a trainer, members that are slow, killed or late (3 minutes; STORE=s3://… for a bucket, QUANTISE=fp8-block for a quantised policy)"
+	@echo "make demo-live  RL from live traffic on this machine: users, a gateway, late feedback, canaries, a gate that rolls one back (4 minutes)"
 	@echo "make test   all tests (2.7 GB of packages; VLLM= leaves out vLLM and TRL, RAY= leaves out Ray)"
 	@echo "make test-vllm  only the tests against a real vLLM and TRL (and Ray, if it is installed)"
 	@echo "make test-ray   only the tests on a real Ray cluster of two nodes, on this machine"
@@ -106,6 +107,9 @@ lint: $(VENV)/.installed
 
 demo: $(VENV)/.installed $(VENV)/.trainers
 	$(BIN)/python examples/demo $(if $(STORE),--store "$(STORE)") $(if $(QUANTISE),--quantise "$(QUANTISE)")
+
+demo-live: $(VENV)/.installed $(VENV)/.trainers
+	$(BIN)/python examples/live_demo
 
 bench: $(VENV)/.installed $(VENV)/.trainers
 	$(BIN)/python benchmarks/run.py --trace "$(TRACE)"
