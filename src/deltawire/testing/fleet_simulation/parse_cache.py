@@ -16,9 +16,9 @@ _MOST_CACHED = 4096
 
 
 @contextlib.contextmanager
-def cached_parsing() -> Iterator[None]:
-    """Within this context, the real code parses the same bytes only once. Errors are not cached."""
-    kinds: tuple[Any, ...] = (Board, Heartbeat, Lease, Round, BatchRecord, Tasks)
+def cached_parsing(*more: Any) -> Iterator[None]:
+    """Within this context, the real code parses the same bytes only once. Errors are not cached. `more` are further kinds of records."""
+    kinds: tuple[Any, ...] = (Board, Heartbeat, Lease, Round, BatchRecord, Tasks, *more)
     originals = {kind: kind.__dict__["parse"] for kind in (*kinds, Rollouts)}
     parse_rollouts = lru_cache(_MOST_CACHED)(Rollouts.parse)
     for kind in kinds:

@@ -6,6 +6,7 @@ The trainers run the real steps of `deltawire.fleet` and `deltawire.live`. A jud
 is trained on at most once in a line of history, only with consent, with its own tokens and version, and with the reward that its feedback
 says.
 
+many_seeds     many runs in several processes
 users          gateways that answer and receive feedback
 live_oracle    the judge
 live_trainer   a trainer that learns from live traffic

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import sys
 import time
 
+from .many_seeds import simulate_many
 from .scenario import Outcome, simulate
 
 _MOST_PRINTED = 10
@@ -25,12 +25,8 @@ def main() -> int:
         parser.error("--seeds must be at least 1")
     seeds = range(chosen.first, chosen.first + chosen.seeds)
     started = time.monotonic()
-    if chosen.trace:
-        outcomes = [simulate(seed, trace=lambda line: print(line)) for seed in seeds]
-    else:
-        with multiprocessing.get_context("spawn").Pool(chosen.jobs) as pool:
-            outcomes = list(pool.imap_unordered(simulate, seeds, chunksize=8))
-    return _report(sorted(outcomes, key=lambda one: one.seed), time.monotonic() - started)
+    outcomes = [simulate(seed, trace=lambda line: print(line)) for seed in seeds] if chosen.trace else simulate_many(seeds, chosen.jobs)
+    return _report(outcomes, time.monotonic() - started)
 
 
 def _report(outcomes: list[Outcome], seconds: float) -> int:

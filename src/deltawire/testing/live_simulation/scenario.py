@@ -8,9 +8,12 @@ from random import Random
 
 from ...fleet.options import FleetOptions
 from ...fleet.rules.staleness import StalenessBudget
+from ...format.feedback import FeedbackFile
+from ...format.interactions import Interactions
 from ..fleet_simulation.engine_model import EngineModel
 from ..fleet_simulation.kernel import Process
 from ..fleet_simulation.oracle import Violation
+from ..fleet_simulation.parse_cache import cached_parsing
 from ..fleet_simulation.store_model import Network
 from ..fleet_simulation.trainer_model import Plan
 from ..fleet_simulation.world import Member, Trainer, World
@@ -128,7 +131,8 @@ def simulate(seed: int, *, trace: Callable[[str], None] | None = None) -> Outcom
     world.kernel.later(_FAULTS_END, _end_faults, world)
     violation = None
     try:
-        world.kernel.run(_LONGEST, lambda: world.finished)
+        with cached_parsing(Interactions, FeedbackFile):
+            world.kernel.run(_LONGEST, lambda: world.finished)
         if not world.finished:
             raise Violation(f"the run did not finish within {_LONGEST:g} virtual seconds.")
     except Violation as error:

@@ -79,7 +79,7 @@ class Traffic:
         world, random = self.world, self.random
         if world.kernel.now > self.stops or world.finished:
             return
-        world.kernel.later(random.uniform(5, 25), self._answer, number)
+        world.kernel.later(random.uniform(8, 40), self._answer, number)
         if random.random() < 0.1:
             self.sessions[number] = f"gateway{number}.{random.getrandbits(64):016x}"  # it was started again
         served = world.chain.live()[-3:]
