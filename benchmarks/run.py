@@ -21,6 +21,7 @@ import fleet_coordination
 import fleet_links
 import fsdp_publish
 import gate_test
+import gateway
 import host_sharing
 import import_time
 import many_tensors
@@ -116,6 +117,7 @@ def main() -> int:
         "dashboard": lambda: dashboard_scale.measure(((50, 2), (500, 8)) if quick else ((100, 4), (10_000, 64), (100_000, 512))),
         "channels": lambda: channel_rollback.measure(1 << 18, 2, 1, (0.1,)) if quick else channel_rollback.measure(),
         "gate": lambda: gate_test.measure(20, 400) if quick else gate_test.measure(),
+        "gateway": lambda: gateway.measure(1.0 if quick else 10.0),
         "routing": lambda: routing_size.measure(2, 2) if quick else routing_size.measure(),
         "rl-async": lambda: rl_async.measure_modes(8, 5) if quick else rl_async.measure_modes(45, 30),
         "rl-shares": lambda: rl_async.measure_shares(12 if quick else 45),

@@ -15,7 +15,7 @@
 The gateway shares only the store with trainers. docs/live.md describes it for users.
 """
 
-from .options import GatewayOptions
+from .options import EngineAddress, GatewayOptions
 from .server import serve_gateway
 
-__all__ = ["GatewayOptions", "serve_gateway"]
+__all__ = ["EngineAddress", "GatewayOptions", "serve_gateway"]

@@ -1,0 +1,296 @@
+"""Measure what the gateway adds to an engine: requests per second, latency, memory, and the time to recover from SIGKILL.
+
+The floor is the bare engine with the same client. One engine is a trivial ASGI server that answers at once and keeps what it "drew", so
+everything that is measured is the gateway's. The other is `deltawire serve` with a tiny model. All are separate processes of this machine.
+
+    python benchmarks/gateway.py [SECONDS]     the time of each load; 10 by default
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from report import Table, show
+
+from deltawire import Publisher
+from deltawire.engines.answer_table import ANSWERS_ROUTE, ENGINE_ROUTE, RECORD_HEADER, REQUEST_ID, AnswerTable
+from deltawire.format.interactions import Interactions
+from deltawire.gateway import GatewayOptions, serve_gateway
+from deltawire.gateway.bodies import headers_of, send_bytes, send_json, send_start
+from deltawire.gateway.http_server import listen
+from deltawire.gateway.options import EngineAddress
+from deltawire.store import open_store
+from deltawire.store.live_keys import INTERACTIONS
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes of servers: more threads only wait for each other
+_TOKENS = 32
+_WORDS = 64
+_BODY = {"model": "policy", "messages": [{"role": "user", "content": "w1 w2 w3 w4"}], "max_tokens": _TOKENS}
+
+
+class _InstantEngine:
+    """Answers every chat with the same 32 tokens, at once."""
+
+    def __init__(self, label: str) -> None:
+        self._table = AnswerTable()
+        self._label = label
+        self._spans = [{"version": label, "start": 0, "end": _TOKENS}]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        path = scope["path"]
+        if path == ENGINE_ROUTE:
+            await send_json(send, {"label": self._label, "running": True, "logprobs": "processed_logprobs"})
+            return
+        if path.startswith(ANSWERS_ROUTE):
+            found = self._table.get(path.removeprefix(ANSWERS_ROUTE))
+            await send_bytes(send, found or b"{}", "application/json", status=200 if found else 404)
+            return
+        headers = headers_of(scope)
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        name = headers.get(REQUEST_ID, "none")
+        if RECORD_HEADER in headers:
+            choice = {"index": 0, "token_ids": list(range(_TOKENS)), "logprobs": {"token_logprobs": [-0.5] * _TOKENS}}
+            choice |= {"finish_reason": "stop", "weight_versions": self._spans}
+            self._table.put(name, [{"prompt_token_ids": [1, 2, 3, 4], "choices": [choice]}], logprobs="processed_logprobs")
+        own = {"id": f"chatcmpl-{name}", "created": 1, "model": "policy"}
+        if b'"stream"' in body:
+            await send_start(send, 200, {"content-type": "text/event-stream"})
+            for number in range(_TOKENS):
+                event = {**own, "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": f"w{number} "}}]}
+                data = b"data: " + json.dumps(event).encode() + b"\n\n"
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+            return
+        message = {"role": "assistant", "content": "word " * _TOKENS}
+        choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
+        await send_json(send, {**own, "object": "chat.completion", "choices": choices})
+
+
+def _instant(label: str, ready: Any) -> None:
+    asyncio.run(listen(_InstantEngine(label), "127.0.0.1", 0, threading.Event(), ready.send))
+
+
+def _transformers(url: str, ready: Any) -> None:
+    from deltawire.rl.openai_server import serve_openai
+
+    serve_openai(url, on_ready=ready.send)
+
+
+def _gateway(url: str, journal: str, engine: str, ready: Any) -> None:
+    options = GatewayOptions([EngineAddress(engine)], journal=Path(journal))
+    serve_gateway(url, options, on_ready=ready.send)
+
+
+@contextlib.contextmanager
+def _process(run: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, str]]:
+    """Run a server as a process, and yield it with its address."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=run, args=(*arguments, there), daemon=True)
+    process.start()
+    try:
+        yield process, here.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+class _Client:
+    """A plain HTTP client over one connection, so that the client itself costs little."""
+
+    def __init__(self, url: str, *, stream: bool) -> None:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        self._host, self._port = host, int(port)
+        data = json.dumps({**_BODY, "stream": True} if stream else _BODY).encode()
+        self._request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        self._request += b"content-length: %d\r\n\r\n" % len(data) + data
+
+    async def run(self, until: Callable[[], bool], times: list[float], ids: list[str] | None = None) -> None:
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            while not until():
+                start = time.perf_counter()
+                writer.write(self._request)
+                head = await reader.readuntil(b"\r\n\r\n")
+                if not head.startswith(b"HTTP/1.1 200"):
+                    raise RuntimeError(f"the server refused a request: {head[:200]!r}")
+                headers = {line.partition(b":")[0].lower(): line.partition(b":")[2].strip() for line in head.split(b"\r\n")[1:]}
+                if b"content-length" in headers:
+                    await reader.readexactly(int(headers[b"content-length"]))
+                else:
+                    while size := int((await reader.readuntil(b"\r\n")).strip(), 16):
+                        await reader.readexactly(size + 2)
+                    await reader.readexactly(2)
+                times.append(time.perf_counter() - start)
+                if ids is not None:
+                    ids.append(headers[b"x-deltawire-inference-id"].decode())
+        finally:
+            writer.close()
+
+
+def _load(url: str, clients: int, seconds: float, *, stream: bool = False, ids: list[str] | None = None) -> tuple[float, list[float]]:
+    """Return requests per second, and the seconds of each request. The first tenth is not counted."""
+    times: list[float] = []
+
+    async def run() -> tuple[float, int]:
+        async def load(duration: float) -> None:
+            end = time.perf_counter() + duration
+            loops = [_Client(url, stream=stream).run(lambda: time.perf_counter() > end, times, ids) for _ in range(clients)]
+            await asyncio.gather(*loops)
+
+        await load(seconds / 10)
+        times.clear()
+        start = time.perf_counter()
+        await load(seconds)
+        return time.perf_counter() - start, len(times)
+
+    took, count = asyncio.run(run())
+    return count / took, times
+
+
+def _publish(url: Path) -> str:
+    """Publish a tiny model with a tokenizer, so that `deltawire serve` can serve it. Returns the label of its weights."""
+    import tokenizers
+    import torch
+    import transformers
+
+    from deltawire.trainers import WeightSource
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Qwen3Config(**sizes, head_dim=16, vocab_size=_WORDS, max_position_embeddings=256, eos_token_id=None)
+    model = transformers.Qwen3ForCausalLM(config).bfloat16().eval()
+    words = {"<unk>": 0, **{f"w{number}": number for number in range(1, _WORDS)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    with tempfile.TemporaryDirectory() as files:
+        tokenizer.save_pretrained(files)
+        config.save_pretrained(files)
+        with Publisher(url, attachments=files) as publisher:
+            return str(WeightSource(model).publish(publisher, step=0).seq)
+
+
+def _memory(process: Any) -> float:
+    """Return the resident memory of a process in MiB."""
+    for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    return float("nan")
+
+
+def _stored(store: Path) -> list[str]:
+    with open_store(store) as opened:
+        files = [Interactions.parse(opened.get(info.key, limit=1 << 26)) for info in opened.list(INTERACTIONS)]
+    return [one.id for file in files for one in file.interactions]
+
+
+def _ms(seconds: list[float], part: float) -> float:
+    return 1e3 * float(np.quantile(seconds, part))
+
+
+def measure(seconds: float = 10.0) -> Table:
+    """Compare each engine with and without the gateway in front of it, recording on.
+
+    Parameters
+    ----------
+    seconds
+        The time of each load.
+    """
+    table = Table(
+        "gateway",
+        f"The gateway with recording on, against the bare engine: chats with answers of {_TOKENS} tokens, {seconds:g} s for each load",
+        ["engine", "clients", "streamed", "bare requests/s", "gateway requests/s", "share", "added p50 ms", "added p99 ms"],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder, "store")
+        label = _publish(store)
+        with _process(_instant, label) as (_, engine), _process(_gateway, str(store), f"{folder}/a", engine) as (process, url):
+            _wait_for_engine(url)
+            for clients, stream in ((1, False), (1, True), (16, False), (16, True)):
+                _compare(table, "instant", engine, url, clients, stream, seconds)
+            before, ids = _memory(process), []
+            loads = []
+            for _ in range(6):
+                _load(url, 16, seconds, ids=ids)
+                loads.append(_memory(process))
+            after = ", ".join(f"{each:.0f}" for each in loads)
+            told = f"after each of six more loads ({len(ids):,} answers recorded)"
+            table.notes.append(f"Memory of the gateway: {before:.0f} MiB before, and {after} MiB {told}.")
+        with _process(_transformers, str(store)) as (_, engine), _process(_gateway, str(store), f"{folder}/b", engine) as (_, url):
+            _wait_for_engine(url)
+            for clients in (1, 16):
+                _compare(table, "deltawire serve, tiny model", engine, url, clients, False, seconds)
+        table.notes.append(_recovery(store, folder, label))
+    return table
+
+
+def _compare(table: Table, name: str, engine: str, url: str, clients: int, stream: bool, seconds: float) -> None:
+    bare, bare_times = _load(engine, clients, seconds, stream=stream)
+    rate, times = _load(url, clients, seconds, stream=stream)
+    added = [_ms(times, part) - _ms(bare_times, part) for part in (0.5, 0.99)]
+    row = [name, str(clients), "yes" if stream else "no", f"{bare:,.0f}", f"{rate:,.0f}", f"{rate / bare:.0%}"]
+    table.rows.append([*row, *(f"{each:.2f}" for each in added)])
+
+
+def _wait_for_engine(url: str) -> None:
+    import urllib.error
+    import urllib.request
+
+    for _ in range(6000):
+        with contextlib.suppress(urllib.error.URLError), urllib.request.urlopen(f"{url}/healthz"):
+            return
+        time.sleep(0.01)
+    raise RuntimeError("the engine did not start")
+
+
+def _recovery(store: Path, folder: str, label: str) -> str:
+    """Kill a gateway under load, start another, and return how long it took until the store had every acknowledged answer, once."""
+    ids: list[str] = []
+    with _process(_instant, label) as (_, engine):
+        with _process(_gateway, str(store), f"{folder}/c", engine) as (process, url):
+            _wait_for_engine(url)
+
+            async def load() -> None:
+                timer = asyncio.get_running_loop().call_later(2.0, os.kill, process.pid, signal.SIGKILL)
+                with contextlib.suppress(OSError, EOFError):  # the gateway dies in the middle
+                    await asyncio.gather(*(_Client(url, stream=False).run(lambda: False, [], ids) for _ in range(16)))
+                timer.cancel()
+
+            asyncio.run(load())
+        left = sum(path.stat().st_size for path in Path(folder, "c").rglob("*.*") if path.is_file())
+        start = time.perf_counter()
+        with _process(_gateway, str(store), f"{folder}/c", engine):
+            for _ in range(1200):
+                if set(ids) <= set(_stored(store)):
+                    break
+                time.sleep(0.05)
+            took = time.perf_counter() - start
+    found = _stored(store)
+    twice = len(found) - len(set(found))
+    return (
+        f"After SIGKILL under load ({len(ids):,} acknowledged answers, {left / 1024:,.0f} KiB in the journal) a new gateway had all of "
+        f"them in the store {took:.1f} s after its start, which includes starting Python; {twice} were stored twice."
+    )
+
+
+if __name__ == "__main__":
+    show(measure(float(sys.argv[1]) if len(sys.argv) > 1 else 10.0))
