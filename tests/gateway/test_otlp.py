@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from gateway_scene import Scene, stored_feedback
 
+from deltawire.errors import RequestMalformed
 from deltawire.gateway.otlp import EVENT, EvaluationResult, read_results, response_body
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the exporter is not installed")
@@ -84,3 +86,21 @@ def test_results_that_cannot_be_used_are_counted_in_the_answer(scene: Scene) -> 
     assert scene.post("/v1/logs", b"\xff\xff", {"content-type": "application/x-protobuf"})[0] == 400
     assert response_body(0, "", "application/x-protobuf", is_traces=False) == b""
     assert len([each for file in stored_feedback(scene.store) for each in file.feedback]) == 1
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"timeUnixNano": 1e999},
+        {"timeUnixNano": [1]},
+        {"attributes": [{"key": "gen_ai.evaluation.score.value", "value": {"doubleValue": 10**400}}]},
+        {"attributes": [{"key": "a", "value": {"intValue": "9" * 5000}}]},
+        {"attributes": [7]},
+        {"attributes": {"key": 1}},
+    ],
+    ids=["infinite time", "no time", "large number", "long number", "no attribute", "no list"],
+)
+def test_numbers_of_any_size_are_refused(changed: dict[str, Any]) -> None:
+    body = {"resourceLogs": [{"scopeLogs": [{"logRecords": [{"eventName": EVENT, **changed}]}]}]}
+    with pytest.raises(RequestMalformed):
+        read_results(json.dumps(body).replace("Infinity", "1e999").encode(), "application/json", is_traces=False)

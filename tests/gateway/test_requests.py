@@ -152,3 +152,14 @@ def test_answers_of_any_shape_are_read_or_left_out(answer: Any, route: str) -> N
     for calls in (answer, [{"prompt_token_ids": [1], "choices": answer}]):
         with contextlib.suppress(NAMED):
             row_of(intent, calls, logprobs=None, oldest=3)
+
+
+def test_names_of_users_that_are_no_text_are_refused(scene: Scene) -> None:
+    status, answer, _ = scene.chat(user="\ud800")
+    assert (status, answer["error"]["type"]) == (400, "RequestMalformed")
+
+
+def test_trailers_after_a_body_have_a_limit(scene: Scene) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+    found = raw(scene, head + b"x: y\r\n" * (1 << 20))  # without an end, so the gateway must not wait for it
+    assert found == b"" or found.startswith(b"HTTP/1.1 400"), found[:80]

@@ -48,7 +48,7 @@ class ChannelReader:
         return None if self._seen is None else self._seen[0]
 
     def newest(self) -> ChannelMove:
-        """Return the newest move. Raises `NoChannel` if the channel does not exist.
+        """Return the newest move. Raises `NoChannel` if the channel does not exist, and `NoChain` if nothing is published.
 
         Every move from the newest that was seen before is read, and must name the hash of the one before (`ChainBroken`). At the first
         call only the newest two are read.
@@ -56,6 +56,7 @@ class ChannelReader:
         start = -1 if self._seen is None else self._seen[0].move
         number = newest_filled(start, lambda move: move <= MAX_EPOCH and self._raw(move) is not None)
         if number < 0:
+            assert self.log.run  # raises `NoChain` if nothing is published there
             raise NoChannel(f"the chain at {self.log.store.url} has no channel {self.name!r}.")
         if number != start:
             self._seen_before, self._seen = self._seen, self._checked(number)
@@ -129,6 +130,8 @@ class ChannelReader:
         found = self._read(move.move - 1)
         if found[1] != move.before:
             raise ChainBroken(f"{move.describe()} in {self.log.store.url} does not follow move {move.move - 1}: its hash is another.")
+        if move.kind == "share" and move.target != found[0].target:
+            raise ChainBroken(f"{move.describe()} in {self.log.store.url} changes the share only, but names another version.")
         return found
 
     def _read(self, number: int) -> tuple[ChannelMove, str]:

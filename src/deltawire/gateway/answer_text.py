@@ -57,7 +57,7 @@ def read_answer(route: str, copies: Sequence[bytes]) -> dict[int, ChoiceText]:
                 _read_response(value, found)
             else:
                 _read_choices(value, found)
-        except (AttributeError, TypeError, KeyError):  # another form than OpenAI's
+        except (AttributeError, TypeError, KeyError, ValueError, OverflowError):  # another form than OpenAI's
             continue
     return found
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ..dashboard.host_names import accepts_host
-from ..errors import GatewayBusy, GatewayError, HostRefused, KeyRefused, RequestMalformed
+from ..errors import EngineLost, GatewayBusy, GatewayError, HostRefused, KeyRefused, RequestMalformed
 from ..events import OnEvent, emit
 from ..format.feedback import Feedback
 from .api_keys import ApiKeys, Caller
@@ -206,13 +206,15 @@ class GatewayApp:
         for _ in range(3):
             engine = await self._pool.take(self._pool.main)
             try:
-                found = await self._pool.client.get(engine.address.url + "/v1/models", headers=self._pool.headers, timeout=60.0)
-                await send_bytes(send, found.content, found.headers.get("content-type", "application/json"), status=found.status_code)
-                return
-            except (httpx.HTTPError, OSError) as error:
+                found = await self._pool.get(engine.address.url + "/v1/models", most=self._options.most_bytes)
+            except (httpx.HTTPError, OSError, EngineLost) as error:
                 self._pool.lost(engine, str(error))
+                continue
             finally:
                 self._pool.give_back(engine)
+            if found.status < 600:  # the server knows no others
+                await send_bytes(send, found.data, found.kind, status=found.status)
+                return
         raise GatewayBusy("the engines were lost while they answered.")
 
     async def _health(self, scope: Scope, headers: Headers, caller: Caller, receive: Receive, send: Send) -> None:

@@ -90,11 +90,11 @@ class ChannelWatch:
         moves, seqs, problem = dict(self._now.moves), dict(self._now.seqs), None
         for name, reader in self._readers.items():
             try:
-                if not reader.has_news():
+                newest = reader.newest() if reader.has_news() else reader.seen
+                if newest is None or newest == moves.get(name):
                     continue
-                moves[name] = reader.newest()
                 earlier = [move.target.seq for move, _ in zip(reader.targets(), range(KEPT_TARGETS), strict=False)]
-                seqs[name] = tuple(dict.fromkeys([moves[name].target.seq, *earlier]))
+                moves[name], seqs[name] = newest, tuple(dict.fromkeys([newest.target.seq, *earlier]))
             except DeltawireError as error:
                 problem = str(error)
         if problem != self._problem:

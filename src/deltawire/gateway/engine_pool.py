@@ -11,12 +11,12 @@ import contextlib
 import itertools
 import json
 import ssl
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..engines.answer_table import ENGINE_ROUTE
-from ..errors import EnginesAway
+from ..errors import EngineLost, EnginesAway
 from ..events import OnEvent, emit
 from .options import EngineAddress
 
@@ -61,6 +61,15 @@ class PooledEngine:
     running: bool = True
     logprobs: str | None = None
     in_flight: int = 0
+
+
+class EngineAnswer(NamedTuple):
+    """An answer of an engine as a whole."""
+
+    status: int
+    kind: str
+    """Its content type."""
+    data: bytes
 
 
 class EnginePool:
@@ -181,6 +190,23 @@ class EnginePool:
                 hurry.clear()
                 await asyncio.sleep(min(self._probe, 0.05))
 
+    async def get(self, url: str, *, most: int, seconds: float = 60.0) -> EngineAnswer:
+        """Ask an engine with GET. Raises `EngineLost` if the answer is too long, and errors of httpx.
+
+        Parameters
+        ----------
+        url
+            The address of the route.
+        most
+            The most bytes of the answer.
+        seconds
+            Seconds that the engine may be silent.
+        """
+        headers = {**self.headers, "accept-encoding": "identity"}
+        async with self.client.stream("GET", url, headers=headers, timeout=seconds) as response:
+            data = await joined(response.aiter_raw(), most)
+            return EngineAnswer(response.status_code, response.headers.get("content-type", "application/json"), data)
+
     async def look(self, engine: PooledEngine) -> None:
         """Ask an engine for its state, and note it."""
         try:
@@ -204,18 +230,37 @@ class EnginePool:
         """Ask for the state of an engine. vLLM without our middleware has another route. Other servers tell only that they run."""
         for route, keeps in ((ENGINE_ROUTE, True), ("/weight_info", False), ("/health", False)):
             async with asyncio.timeout(_PROBE_SECONDS) if hasattr(asyncio, "timeout") else contextlib.nullcontext():
-                response = await self.client.get(engine.address.url + route, headers=self.headers, timeout=_PROBE_SECONDS)
-            if response.status_code == 200:
-                found = json.loads(response.content) if response.content[:1] == b"{" and len(response.content) <= _MOST_STATE else {}
+                answer = await self.get(engine.address.url + route, most=_MOST_STATE, seconds=_PROBE_SECONDS)
+            if answer.status == 200:
+                found = json.loads(answer.data) if answer.data[:1] == b"{" else {}
                 return (found if isinstance(found, dict) else {}), keeps
-            if response.status_code not in (401, 403, 404, 405):
+            if answer.status not in (401, 403, 404, 405):
                 break
-        raise EnginesAway(f"{route} answered with status {response.status_code}.")
+        raise EnginesAway(f"{route} answered with status {answer.status}.")
 
     def _set_away(self, engine: PooledEngine, reason: str) -> None:
         if engine.up:
             engine.up = False
             emit(self._on_event, "engine-away", engine=engine.address.url, reason=reason)
+
+
+async def joined(chunks: AsyncIterator[bytes], most: int) -> bytes:
+    """Return the body of an answer. Raises `EngineLost` if it has more than `most` bytes.
+
+    Parameters
+    ----------
+    chunks
+        Yields the body.
+    most
+        The most bytes.
+    """
+    parts, size = [], 0
+    async for chunk in chunks:
+        size += len(chunk)
+        if size > most:
+            raise EngineLost(f"the answer of the engine has more than {most:,} bytes.")
+        parts.append(chunk)
+    return b"".join(parts)
 
 
 def http_client() -> Any:

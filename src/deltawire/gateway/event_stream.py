@@ -18,21 +18,26 @@ class EventSplitter:
     """Splits bytes that arrive in arbitrary pieces into events. Each event includes the empty line that ends it."""
 
     def __init__(self) -> None:
-        self._left = b""
+        self._left = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the events that are complete now. Raises `EngineLost` if one is too long."""
+        searched = max(len(self._left) - 2, 0)  # what came before has no end of an event
         self._left += data
-        if b"\r" in self._left:
-            self._left = self._left.replace(b"\r\n", b"\n")
-        *events, self._left = self._left.split(b"\n\n")
+        if b"\r" in self._left[searched:]:
+            self._left[searched:] = self._left[searched:].replace(b"\r\n", b"\n")
+        events, start = [], 0
+        while (end := self._left.find(b"\n\n", max(searched, start))) >= 0:
+            events.append(bytes(self._left[start : end + 2]))
+            start = end + 2
+        del self._left[:start]
         if len(self._left) > MOST_EVENT:
             raise EngineLost(f"the engine sent an event of more than {MOST_EVENT:,} bytes.")
-        return [event + b"\n\n" for event in events]
+        return events
 
     def rest(self) -> bytes:
         """Return what came after the last complete event."""
-        return self._left
+        return bytes(self._left)
 
 
 def event_value(event: bytes) -> Any:

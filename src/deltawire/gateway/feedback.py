@@ -243,7 +243,7 @@ class FeedbackIntake:
                 try:
                     await asyncio.to_thread(functools.partial(self._store.put, key, data))
                     break
-                except DeltawireError as error:
+                except Exception as error:  # whatever it is, what waits is stored later
                     if str(error) != problem:
                         problem = str(error)
                         emit(self._on_event, "feedback-waits", reason=problem)

@@ -23,7 +23,7 @@ def bounded_http() -> Any:
         return "h11"
 
     class BoundedHttp(HttpToolsProtocol):  # type: ignore[misc,unused-ignore]
-        """Closes a connection whose request line and headers are too long."""
+        """Closes a connection whose request line, headers or trailers are too long."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
@@ -31,14 +31,18 @@ def bounded_http() -> Any:
 
         def data_received(self, data: bytes) -> None:
             self._head += len(data)
-            if self._head > _MOST_HEAD + len(data):  # the head went on for more than the limit before this piece
+            if self._head > _MOST_HEAD + len(data):  # the head, or the trailers, went on for more than the limit before this piece
                 self.send_400_response("The head of the request is too long.")
                 return
             super().data_received(data)
 
         def on_headers_complete(self) -> None:
-            self._head = -1 << 62
+            self._head = 0
             super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            self._head = 0  # after the last piece of a chunked body come more headers, the trailers
+            super().on_body(body)
 
         def on_message_begin(self) -> None:
             self._head = 0

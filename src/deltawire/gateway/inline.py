@@ -10,6 +10,9 @@ from typing import Any
 
 from .requests import AskedFor
 
+_MOST_TOKENS = 1 << 21
+"""The most tokens of an answer. A longer one is not recorded."""
+
 
 class InlineAnswer:
     """The tokens that an answer tells about.
@@ -24,6 +27,7 @@ class InlineAnswer:
         self._asked = asked
         self._prompts: dict[int, list[int]] = {}
         self._choices: dict[int, dict[str, Any]] = {}
+        self._room = _MOST_TOKENS
         self._keeps_logprobs = asked.body.get("logprobs") is not None and asked.body["logprobs"] is not False  # 0 asks for them
         self._keeps_tokens = asked.body.get("return_token_ids") is True
 
@@ -41,7 +45,9 @@ class InlineAnswer:
         return value
 
     def calls(self) -> list[dict[str, Any]]:
-        """Return what the engine drew, as `engines.answer_table` describes it."""
+        """Return what the engine drew, as `engines.answer_table` describes it. The list is empty if there was too much."""
+        if self._room < 0:
+            return []
         temperature, top_p = self._asked.number("temperature"), self._asked.number("top_p")
         per_prompt, calls = self._asked.choices, []
         for number in range(0, len(self._choices), per_prompt):
@@ -52,8 +58,12 @@ class InlineAnswer:
 
     def _note_prompt(self, index: int, holder: dict[str, Any]) -> None:
         tokens = holder.get("prompt_token_ids")
-        if isinstance(tokens, list):
+        if isinstance(tokens, list) and self._fits(tokens):
             self._prompts[index] = tokens
+
+    def _fits(self, values: list[Any]) -> bool:
+        self._room -= 1 + len(values)  # an empty list takes memory as well
+        return self._room >= 0
 
     def _take_choice(self, choice: dict[str, Any]) -> None:
         index = choice.get("index", 0)
@@ -63,12 +73,15 @@ class InlineAnswer:
         found = self._choices.setdefault(index, blank)
         self._note_prompt(index, choice)
         tokens, told = choice.get("token_ids"), choice.get("logprobs")
-        if isinstance(tokens, list):
+        if isinstance(tokens, list) and self._fits(tokens):
             found["token_ids"] += tokens
         if isinstance(told, dict):
             content = told.get("content")
-            drawn = [each.get("logprob") for each in content if isinstance(each, dict)] if isinstance(content, list) else None
-            found["logprobs"]["token_logprobs"] += told.get("token_logprobs") or () if drawn is None else drawn
+            drawn = told.get("token_logprobs")
+            if isinstance(content, list):
+                drawn = [each.get("logprob") for each in content if isinstance(each, dict)]
+            if isinstance(drawn, list) and self._fits(drawn):
+                found["logprobs"]["token_logprobs"] += drawn
         found["finish_reason"] = choice.get("finish_reason") or found["finish_reason"]
         if not self._keeps_tokens:
             choice.pop("token_ids", None)

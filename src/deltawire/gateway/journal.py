@@ -70,6 +70,7 @@ class Journal:
         except OSError:
             os.close(self._held)
             raise
+        self._unmarked: list[str] = []
         self.open_intents: dict[str, bytes] = {}
         """The intents that have no row yet, by id."""
         segments = [number for number, _ in self._segments()]
@@ -84,10 +85,11 @@ class Journal:
     @property
     def size(self) -> int:
         """The bytes of all files of the session."""
-        return sum(_size(path) for path in self._folder.iterdir())
+        with self._lock:
+            return 0 if self.is_closed else sum(_size(path) for path in self._folder.iterdir())
 
     def add_intent(self, name: str, intent: Mapping[str, Any]) -> None:
-        """Note that an answer is given. Raises `OSError`."""
+        """Note that an answer is given. Raises `OSError`, and `ValueError` if the intent is too long."""
         data = json.dumps(intent, separators=(",", ":")).encode()
         with self._lock:
             self._write(self._intents, _INTENT, data)
@@ -95,7 +97,7 @@ class Journal:
             self.open_intents[name] = data
 
     def add_row(self, name: str, row: Mapping[str, Any]) -> None:
-        """Record an answer. Its intent is then done. Raises `OSError`."""
+        """Record an answer. Its intent is then done. Raises `OSError`, and `ValueError` if the row is too long."""
         data = json.dumps(row, separators=(",", ":")).encode()
         with self._lock:
             self._write(self._rows, _RECORD, data)
@@ -107,8 +109,8 @@ class Journal:
         """Note that an intent is done. Raises `OSError`."""
         with self._lock:
             if self.open_intents.pop(name, None) is not None:
-                self._write(self._intents, _DONE, name.encode())
-                self._intents_size += len(name) + _ROW.size
+                self._unmarked.append(name)
+                self._mark()
                 if self._intents_size > _COMPACT_BYTES + 4 * sum(map(len, self.open_intents.values())):
                     self._compact()
 
@@ -154,6 +156,8 @@ class Journal:
 
     def forget(self, segment: int, file: SealedFile | None) -> None:
         """Delete a segment, and then its file, which the store has. Raises `OSError`."""
+        with self._lock:
+            self._mark()  # otherwise the next session would record an answer of the segment again
         (self._folder / f"rows-{segment:010}.log").unlink(missing_ok=True)
         if file is not None:
             file.path.unlink(missing_ok=True)
@@ -169,8 +173,9 @@ class Journal:
             self.is_closed = True
             if remove:
                 for path in self._folder.iterdir():
-                    path.unlink()
-                self._folder.rmdir()
+                    path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # a gateway that starts just now may have opened it
+                    self._folder.rmdir()
             for descriptor in (self._intents, self._rows, self._held):
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
@@ -191,12 +196,24 @@ class Journal:
                 for row in self.read_segment(segment):
                     self.open_intents.pop(str(row["interactions"][0]["id"]), None)
 
+    def _mark(self) -> None:
+        """Write down which intents are done. Raises `OSError`, and then the next call writes the rest."""
+        while self._unmarked:
+            self._write(self._intents, _DONE, self._unmarked[0].encode())
+            self._intents_size += len(self._unmarked[0]) + _ROW.size
+            del self._unmarked[0]
+
     def _compact(self) -> None:
         temporary = self._folder / "intents.tmp"
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-        for data in self.open_intents.values():
-            self._write(descriptor, _INTENT, data)
-        temporary.rename(self._folder / "intents.log")
+        try:
+            for data in self.open_intents.values():
+                self._write(descriptor, _INTENT, data)
+            temporary.rename(self._folder / "intents.log")
+        except OSError:
+            os.close(descriptor)
+            raise
+        self._unmarked.clear()
         os.close(self._intents)
         self._intents = descriptor
         self._intents_size = os.fstat(descriptor).st_size
@@ -211,6 +228,8 @@ class Journal:
 
     @staticmethod
     def _write(descriptor: int, kind: bytes, data: bytes) -> None:
+        if len(data) > _MOST_ROW:  # nobody would read it, nor what follows
+            raise ValueError(f"a row has {len(data):,} bytes; {_MOST_ROW:,} are allowed")
         row = _ROW.pack(kind, len(data), blake3(data).digest(16)) + data
         before = os.fstat(descriptor).st_size
         written = 0
@@ -230,7 +249,7 @@ def ended_sessions(folder: Path) -> Iterator[Journal]:
             try:
                 yield Journal(folder, path.name)
             except OSError as error:
-                if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+                if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.ENOENT):  # in use, or removed just now
                     raise
 
 

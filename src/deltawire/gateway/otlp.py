@@ -59,7 +59,7 @@ def read_results(body: bytes, kind: str, *, is_traces: bool) -> list[EvaluationR
             if len(results) > _MOST_EVENTS:
                 raise RequestMalformed(f"the request has more than {_MOST_EVENTS:,} evaluation results.")
         return results
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, struct.error) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, struct.error) as error:
         raise RequestMalformed(f"the body is not what an OpenTelemetry exporter sends: {error!r:.200}.") from None
 
 

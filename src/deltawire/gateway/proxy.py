@@ -18,11 +18,11 @@ from ..errors import EngineLost, EnginesAway, GatewayError
 from ..events import OnEvent, emit
 from .bodies import Headers, Send, dump, error_body, send_bytes, send_start
 from .channel_watch import ChannelWatch
-from .engine_pool import EnginePool, PooledEngine
+from .engine_pool import EnginePool, PooledEngine, joined
 from .event_stream import mapped_events
 from .inline import InlineAnswer
 from .options import GatewayOptions
-from .recorder import Recorder, Recording
+from .recorder import MOST_COPY, Recorder, Recording
 from .requests import CHANNEL_HEADER, EPISODE_HEADER, ID_HEADER, VERSION_HEADER, AskedFor, with_own_fields
 
 _MOST_LOSSES = 3
@@ -116,7 +116,7 @@ class Proxy:
     ) -> bool:
         inline = InlineAnswer(asked) if recording is not None and not engine.keeps_answers and asked.route != "responses" else None
         own = {"content-type": "application/json", "accept-encoding": "identity", REQUEST_ID: asked.id, **self._pool.headers}
-        own |= {name: headers[name] for name in _PASSED_ON if name in headers}
+        own |= {name: headers[name] for name in _PASSED_ON if headers.get(name, "").isascii() and name in headers}
         if recording is not None and engine.keeps_answers:
             own[RECORD_HEADER] = "1"
         route = {"chat": "/v1/chat/completions"}.get(asked.route, f"/v1/{asked.route}")
@@ -124,6 +124,8 @@ class Proxy:
             "POST", engine.address.url + route, content=with_own_fields(asked, raw, inline=inline is not None), headers=own
         )
         async with _response(self._pool.client, request) as response:
+            if response.status_code >= 600:
+                raise _Lost(f"it answered with status {response.status_code}", was_sent=True)
             if not is_last and response.status_code in (*_REFUSALS, 500):
                 if response.status_code == 500:
                     raise _Lost("it answered with status 500", was_sent=True)
@@ -133,7 +135,7 @@ class Proxy:
             if response.status_code == 200 and kind.startswith("text/event-stream"):
                 await self._stream(response, asked, recording, inline, told, send)
             else:
-                data = await _whole(response, self._most_bytes)
+                data = await joined(_chunks(response), self._most_bytes)
                 if response.status_code == 200:
                     data = _with_id(data, asked, inline)
                     if recording is not None:
@@ -156,10 +158,13 @@ class Proxy:
         if inline is not None or asked.id.encode() not in first:
             events = mapped_events(events, lambda value: _changed(value, asked, inline))
         copies: list[bytes] = []
+        room = MOST_COPY + 1  # a stream may have no end
         held: bytes | None = None
         try:
             async for data in events:
-                copies.append(data)
+                if room:
+                    copies.append(data[:room])
+                    room -= len(copies[-1])
                 if inline is None or b"[DONE]" not in data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 else:
@@ -217,16 +222,6 @@ async def _after(first: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[by
     yield first
     async for chunk in chunks:
         yield chunk
-
-
-async def _whole(response: Any, most: int) -> bytes:
-    parts, size = [], 0
-    async for chunk in _chunks(response):
-        size += len(chunk)
-        if size > most:
-            raise EngineLost(f"the answer of the engine has more than {most:,} bytes.")
-        parts.append(chunk)
-    return b"".join(parts)
 
 
 def _changed(value: Any, asked: AskedFor, inline: InlineAnswer | None) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..engines.answer_table import ANSWERS_ROUTE
 from ..engines.routed_experts import ModelRouters
+from ..errors import EngineLost
 from ..events import OnEvent, emit
 from .answers import Unusable, intent_of, row_of
 from .engine_pool import EnginePool, PooledEngine
@@ -28,7 +29,7 @@ from .uploads import Uploads
 _AT_ONCE = 16
 """This many answers are fetched from engines at the same time."""
 _MOST_WAITING = 20_000
-_MOST_COPY = 1 << 20
+MOST_COPY = 1 << 20
 """Longer answers are recorded without the facts that are read from their text."""
 _MOST_WAITING_BYTES = 256 << 20
 _MOST_ANSWER = 256 << 20
@@ -78,7 +79,7 @@ class Recording:
         inline
             What the answer told about its tokens, if the engine does not keep them.
         """
-        self.copies = copies if sum(map(len, copies)) <= _MOST_COPY else ()
+        self.copies = copies if sum(map(len, copies)) <= MOST_COPY else ()
         if inline is not None:
             if self._has_begun:
                 self._recorder.drop(self.intent["id"])
@@ -177,8 +178,11 @@ class Recorder:
         """Write an intent into the journal. Returns False if that is not possible."""
         try:
             self._journal.add_intent(intent["id"], intent)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self._stop(f"the journal cannot be written: {error}")
+            return False
+        except ValueError as error:
+            emit(self._on_event, "interaction-unusable", reason=str(error))
             return False
         self._known.add(intent["id"], intent["time"], intent["episode"], intent["caller"])
         return True
@@ -250,17 +254,19 @@ class Recorder:
             if attempt:
                 await asyncio.sleep(0.1 * 2**attempt)
             try:
-                response = await self._pool.client.get(url + ANSWERS_ROUTE + name, headers=self._pool.headers, timeout=60.0)
+                answer = await self._pool.get(url + ANSWERS_ROUTE + name, most=_MOST_ANSWER)
+            except EngineLost as error:
+                raise Unusable(str(error)) from None
             except (httpx.HTTPError, OSError) as error:
                 reason = f"{type(error).__name__}: {error}"
                 continue
-            if response.status_code == 404:
+            if answer.status == 404:
                 raise Unusable("the engine does not have the answer any more.")
-            if response.status_code == 200 and len(response.content) <= _MOST_ANSWER:
-                found = json.loads(response.content)
+            if answer.status == 200:
+                found = json.loads(answer.data)
                 mode = found.get("logprobs")
                 return found.get("calls"), mode if isinstance(mode, str) else None
-            reason = f"status {response.status_code}"
+            reason = f"status {answer.status}"
         raise Unusable(f"the engine does not tell what it drew: {reason}.")
 
     async def _oldest(self, engine: PooledEngine | None, before: int | None) -> int | None:

@@ -159,6 +159,8 @@ def _user(headers: Headers, body: Mapping[str, Any], caller: Caller) -> str | No
         if isinstance(found, str) and found:
             if len(found) > _MOST_USER:
                 raise RequestMalformed(f"the name of the user has more than {_MOST_USER} characters.")
+            if any(0xD800 <= ord(each) < 0xE000 for each in found):
+                raise RequestMalformed("the name of the user has half of a surrogate pair, which is no character.")
             return found
     return caller.name
 

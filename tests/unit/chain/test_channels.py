@@ -11,12 +11,14 @@ from channelled_chain import ChannelledChain
 from deltawire import SigningKey
 from deltawire.chain.channels import ChannelReader, channel_names, channel_of, target_of
 from deltawire.chain.find import newest_version
+from deltawire.chain.log import ChainLog
 from deltawire.errors import (
     ChainBroken,
     ChannelMoved,
     CorruptRecord,
     DataMissing,
     DeltawireError,
+    NoChain,
     NoChannel,
     OutcomeUnknown,
     RelayConflict,
@@ -293,6 +295,26 @@ def test_an_unsigned_move_on_a_signed_chain_is_refused() -> None:
     chain.store.put(keys.channel_key("stable", 1), next_.to_bytes())
     with pytest.raises(SignatureInvalid):
         follower.newest()
+
+
+def test_a_move_of_the_share_cannot_change_the_version() -> None:
+    chain = ChannelledChain()
+    chain.promote(1)
+    follower = chain.reader()
+    first = follower.newest()
+    move = dataclasses.replace(chain.writer().set_share(5), target=chain.chain.ref(2))
+    chain.store.put(keys.channel_key("stable", 1), move.to_bytes())
+    for reader in (follower, chain.reader()):
+        with pytest.raises(ChainBroken, match="names another version"):
+            reader.newest()
+    assert follower.seen == first
+
+
+def test_a_place_without_a_chain_is_not_called_one_without_a_channel() -> None:
+    log = ChainLog(MemoryStore())
+    for look in (ChannelReader(log, "stable").newest, ChannelWriter(log, "stable").rollback):
+        with pytest.raises(NoChain):
+            look()
 
 
 def test_a_move_that_was_seen_does_not_change() -> None:

@@ -1,0 +1,117 @@
+"""A journal whose disk is full, or that has no room for a row, loses nothing else and records nothing twice."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deltawire.gateway.journal as module
+from deltawire.gateway.journal import Journal, ended_sessions
+
+SESSION = "g.0123456789abcdef"
+
+
+def row(name: str, **more: Any) -> dict[str, Any]:
+    return {"interactions": [{"id": name}], **more}
+
+
+class FullDisk:
+    """Lets every write fail from a given one on, until `has_room` is set. Half of the first one is written."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+        self.left, self.has_room = after, False
+        self._write = os.write
+        monkeypatch.setattr(module.os, "write", self)
+
+    def __call__(self, descriptor: int, data: bytes) -> int:
+        self.left -= 1
+        if self.has_room or self.left >= 0:
+            return self._write(descriptor, data)
+        if self.left == -1:
+            return self._write(descriptor, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "no space left")
+
+
+@pytest.mark.parametrize("after", range(6))
+def test_an_answer_is_recorded_once_although_the_disk_is_full_at_any_write(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(monkeypatch, after)
+    journal = Journal(tmp_path, SESSION)
+    recorded = []
+    for name in ("a", "b"):
+        try:
+            journal.add_intent(name, {"id": name})
+            journal.add_row(name, row(name))
+        except OSError:
+            break
+    disk.has_room = True
+    journal.rotate()
+    for segment in journal.ended_segments():  # they go to the store
+        recorded += [each["interactions"][0]["id"] for each in journal.read_segment(segment)]
+        journal.forget(segment, None)
+    journal.close()
+    for again in ended_sessions(tmp_path):
+        recorded += list(again.open_intents)
+        again.close()
+    assert sorted(recorded) == ["a", "b"][: (after + 2) // 3]
+
+
+def test_a_segment_is_kept_while_the_marks_of_its_answers_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = FullDisk(monkeypatch, 2)
+    journal = Journal(tmp_path, SESSION)
+    journal.add_intent("a", {"id": "a"})
+    with pytest.raises(OSError, match="no space"):
+        journal.add_row("a", row("a"))
+    journal.rotate()
+    (segment,) = journal.ended_segments()
+    with pytest.raises(OSError, match="no space"):
+        journal.forget(segment, None)
+    assert journal.ended_segments() == [segment]
+    disk.has_room = True
+    journal.forget(segment, None)
+    assert journal.is_empty()
+    journal.close()
+
+
+def test_a_row_that_is_too_long_does_not_hide_those_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_ROW", 1000)
+    journal = Journal(tmp_path, SESSION)
+    for name, size in (("a", 10), ("b", 2000), ("c", 10)):
+        journal.add_intent(name, {"id": name})
+        if size > 1000:
+            with pytest.raises(ValueError, match="1,000 are allowed"):
+                journal.add_row(name, row(name, more="x" * size))
+            with pytest.raises(ValueError, match="1,000 are allowed"):
+                journal.add_intent("d", {"id": "d", "more": "x" * size})
+        else:
+            journal.add_row(name, row(name))
+    journal.close()
+    (again,) = ended_sessions(tmp_path)
+    (segment,) = again.ended_segments()
+    assert [each["interactions"][0]["id"] for each in again.read_segment(segment)] == ["a", "c"]
+    assert list(again.open_intents) == ["b"]
+    again.close(remove=True)
+    assert again.size == 0
+
+
+def test_a_failed_compaction_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_COMPACT_BYTES", 0)
+    journal = Journal(tmp_path, SESSION)
+    for name in "abc":
+        journal.add_intent(name, {"id": name})
+    before = len(os.listdir("/proc/self/fd"))
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space left")))
+    for name in "abc":
+        monkeypatch.setattr(journal, "_intents_size", 1 << 20)
+        with pytest.raises(OSError, match="no space"):
+            journal.drop_intent(name)
+    monkeypatch.setattr(Path, "rename", rename)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert journal.is_empty()
+    journal.close(remove=True)
