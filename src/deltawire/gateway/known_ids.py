@@ -6,16 +6,16 @@ The gateway adds its own interactions. Those of other gateways, and of its own e
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
-from datetime import datetime, timedelta, timezone
 from typing import NamedTuple
 
 from ..events import OnEvent
 from ..live.traffic_reader import TrafficReader
 from ..store.base import Store
 
-_OLDEST = timedelta(days=7)
-"""Interactions of other sessions that were stored longer ago, when this one began, are not known."""
+_OLDEST = 7 * 86400.0
+"""Interactions of other sessions that were stored more seconds ago, when this one began, are not known."""
 
 
 class Known(NamedTuple):
@@ -45,8 +45,7 @@ class KnownIds:
     """
 
     def __init__(self, store: Store, run: str, session: str, *, most: int, on_event: OnEvent | None = None) -> None:
-        since = datetime.now(timezone.utc) - _OLDEST
-        self._reader = TrafficReader(store, run, since=since, besides=session, on_event=on_event)
+        self._reader = TrafficReader(store, run, since=time.time() - _OLDEST, besides=session, on_event=on_event)
         self._most = most
         self._inferences: OrderedDict[str, Known] = OrderedDict()
         self._episodes: OrderedDict[str, Known] = OrderedDict()

@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from typing import Literal, Protocol
 
 from ..chain.channels import ChannelReader
@@ -112,12 +111,12 @@ class _Watch:
 
     canary: ChannelPlace
     stable: ChannelPlace
-    began: datetime
+    began: float
     records: GateRecords
     reader: TrafficReader
     traffic: CanaryTraffic
     newest: PlacedRecord | None
-    now: datetime
+    now: float
     written: float | None = None
     """When this process last wrote a record, by its own clock."""
     evaluation: EvaluationResult | None = None
@@ -226,7 +225,7 @@ class Gate:
         self._sources = tuple(
             Source.find(limit.name, declared, values=options.ranges.get(limit.name), wait=options.wait) for limit in self._policy.limits
         )
-        began = max(self._log.store.head(keys.channel_key(place.channel, place.move)).modified for place in (canary, stable))
+        began = max(self._log.store.head(keys.channel_key(place.channel, place.move)).modified.timestamp() for place in (canary, stable))
         records = GateRecords(self._log, canary, key=self._key, sleep=self._sleep)
         newest = records.newest()
         self._watch = watch = _Watch(
@@ -252,7 +251,7 @@ class Gate:
         self._evaluate(watch)
         limits = zip(self._policy.limits, self._sources, strict=True)
         findings = tuple(judge(limit, watch.traffic.samples(source, watch.now), source.values, self._policy) for limit, source in limits)
-        age = (watch.now - watch.began).total_seconds()
+        age = watch.now - watch.began
         decision = decide(self._policy, findings, watch.evaluation, watch.traffic.canary_answers, age)
         return GateRecord(
             id=self._log.run.id,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
 from typing import NamedTuple
 
 from ..chain.log import ChainLog
@@ -18,10 +17,10 @@ from ..store.create_rule import create_and_look
 
 
 class PlacedRecord(NamedTuple):
-    """A record, and when it was stored, by the store's clock."""
+    """A record, and when it was stored, by the store's clock, in seconds."""
 
     record: GateRecord
-    stored: datetime
+    stored: float
 
 
 class GateRecords:
@@ -59,7 +58,7 @@ class GateRecords:
         data = self._log.object(last.key)
         if data is None:
             raise DataMissing(f"{last.key} was listed in {self._log.store.url}, but cannot be read.")
-        return PlacedRecord(self._checked(last.key, data), last.modified)
+        return PlacedRecord(self._checked(last.key, data), last.modified.timestamp())
 
     def write(self, record: GateRecord) -> PlacedRecord:
         """Create a record, and return the one that has its number then: this one, or that of another gate.
@@ -73,7 +72,7 @@ class GateRecords:
         check_signature(signed, self._log.trusted_keys)
         key = live_keys.gate_key(record.canary.channel, record.canary.move, record.number)
         found = create_and_look(self._log.store, key, signed.to_bytes(), sleep=self._sleep)
-        return PlacedRecord(self._checked(key, found), self._log.store.head(key).modified)
+        return PlacedRecord(self._checked(key, found), self._log.store.head(key).modified.timestamp())
 
     def _checked(self, key: str, data: bytes) -> GateRecord:
         record = GateRecord.parse(data)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 
 from ..errors import UnusableGate
-from ..format.feedback import Feedback, FeedbackFile
+from ..format.feedback import FeedbackFile
 from ..format.interactions import Interaction, Interactions
 from ..format.records.gate_records import ChannelPlace
 from ..format.records.live_records import Metric
 from .gate_rules import Range
+from .rules.join import GRANULARITY, StoredFeedback
 from .sequential_test import Sample
 
 LENGTH, REFUSAL, BAD_TOOL_CALLS = "length", "refusal", "bad_tool_calls"
@@ -24,8 +24,6 @@ FACTS = {LENGTH: Range(0.0, 2048.0), REFUSAL: Range(0.0, 1.0), BAD_TOOL_CALLS: R
 MOST_ANSWERS = 200_000
 """The most answers of one canary, and as many of stable, that are kept. Later ones do not count."""
 MOST_FEEDBACK = 1_000_000
-_GRANULARITY = timedelta(seconds=1)
-"""Stores round the times of objects down to this at most. So an object with the time t was written before t plus this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +39,13 @@ class Source:
     metric
         The declaration of the metric. None for a fact.
     wait
-        Feedback counts that is stored at most this long after an answer.
+        Feedback counts that is stored at most this many seconds after an answer.
     """
 
     name: str
     values: Range
     metric: Metric | None = None
-    wait: timedelta = timedelta(0)
+    wait: float = 0.0
 
     @classmethod
     def find(cls, name: str, metrics: Iterable[Metric], *, values: Range | None = None, wait: float | None = None) -> Source:
@@ -72,8 +70,9 @@ class Source:
             return cls(name, values or FACTS[name])
         if values is None and metric.type == "float" and (metric.low is None or metric.high is None):
             raise UnusableGate(f"the metric {name!r} has no range.", hint="Declare low and high, or give the gate a range.")
-        seconds = metric.window if wait is None else min(wait, metric.window)
-        return cls(name, values or Range(metric.lowest, metric.highest), metric, timedelta(seconds=seconds))
+        return cls(
+            name, values or Range(metric.lowest, metric.highest), metric, metric.window if wait is None else min(wait, metric.window)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +81,9 @@ class _Answer:
 
     is_canary: bool
     interaction: Interaction
-    stored: datetime
+    stored: float
     place: tuple[str, int, int]
     """The session, the number of the file and the index in it, which order answers that were stored at the same time."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Opinion:
-    """Feedback, and when it was stored."""
-
-    feedback: Feedback
-    stored: datetime
 
 
 class CanaryTraffic:
@@ -113,7 +104,7 @@ class CanaryTraffic:
         self._by_user = by_user
         self._answers: list[_Answer] = []
         self._counts = {True: 0, False: 0}
-        self._opinions: dict[tuple[str, str], dict[str, _Opinion]] = {}
+        self._opinions: dict[tuple[str, str], dict[str, StoredFeedback]] = {}
         self._opinion_count = 0
 
     @property
@@ -121,7 +112,7 @@ class CanaryTraffic:
         """The number of answers of the canary."""
         return self._counts[True]
 
-    def add_interactions(self, file: Interactions, stored: datetime) -> None:
+    def add_interactions(self, file: Interactions, stored: float) -> None:
         """Add the answers of a file.
 
         Parameters
@@ -129,7 +120,7 @@ class CanaryTraffic:
         file
             The file.
         stored
-            When it was stored, by the store's clock.
+            The store's time of the file, in seconds.
         """
         for index, (interaction, completion) in enumerate(zip(file.interactions, file.rollouts.completions, strict=True)):
             is_canary, place = self._groups.get(interaction.channel or "", (False, None))
@@ -141,7 +132,7 @@ class CanaryTraffic:
             self._counts[is_canary] += 1
             self._answers.append(_Answer(is_canary, interaction, stored, (file.gateway, file.number, index)))
 
-    def add_feedback(self, file: FeedbackFile, stored: datetime) -> None:
+    def add_feedback(self, file: FeedbackFile, stored: float) -> None:
         """Add the feedback of a file. Of feedback with the same id, the first that was added counts.
 
         Parameters
@@ -149,15 +140,15 @@ class CanaryTraffic:
         file
             The file.
         stored
-            When it was stored, by the store's clock.
+            The store's time of the file, in seconds.
         """
         for feedback in file.feedback:
             opinions = self._opinions.setdefault((feedback.inference or feedback.episode or "", feedback.metric), {})
             if feedback.id not in opinions and self._opinion_count < MOST_FEEDBACK:
-                opinions[feedback.id] = _Opinion(feedback, stored)
+                opinions[feedback.id] = StoredFeedback(feedback, stored, (file.gateway, file.number))
                 self._opinion_count += 1
 
-    def samples(self, source: Source, now: datetime) -> list[Sample]:
+    def samples(self, source: Source, now: float) -> list[Sample]:
         """Return the values of all answers that count, in an order that does not depend on the values.
 
         Parameters
@@ -165,11 +156,12 @@ class CanaryTraffic:
         source
             Where the values come from.
         now
-            A time of the store. All feedback that was stored before must have been added. Answers whose window is not over count later.
+            A time of the store, in seconds. All feedback that was stored before must have been added. Answers whose window is not
+            over count later.
         """
         found = []
         for answer, settled in self._settled(source):
-            if source.metric is None or settled + _GRANULARITY <= now:
+            if source.metric is None or settled + GRANULARITY <= now:
                 value = self._value(answer, source, settled)
                 if value is not None:
                     found.append((settled, answer, value))
@@ -182,14 +174,14 @@ class CanaryTraffic:
                 samples.append(Sample(answer.is_canary, value))
         return samples
 
-    def _settled(self, source: Source) -> Iterator[tuple[_Answer, datetime]]:
+    def _settled(self, source: Source) -> Iterator[tuple[_Answer, float]]:
         """Yield each answer that the source has a value for, and when its value is final. An episode counts as its first answer."""
         if source.metric is None:
             yield from ((answer, answer.stored) for answer in self._answers)
         elif source.metric.level == "inference":
             yield from ((answer, answer.stored + source.wait) for answer in self._answers if answer.interaction.choice == 0)
         else:
-            episodes: dict[str, tuple[_Answer, datetime]] = {}
+            episodes: dict[str, tuple[_Answer, float]] = {}
             for answer in self._answers:
                 episode = answer.interaction.episode
                 if episode is not None:
@@ -197,7 +189,7 @@ class CanaryTraffic:
                     episodes[episode] = (min(first, answer, key=lambda each: (each.stored, each.place)), max(settled, answer.stored))
             yield from ((first, last + source.wait) for first, last in episodes.values())
 
-    def _value(self, answer: _Answer, source: Source, settled: datetime) -> float | None:
+    def _value(self, answer: _Answer, source: Source, settled: float) -> float | None:
         interaction, facts = answer.interaction, answer.interaction.facts
         if source.metric is None:
             calls = facts.tool_calls + facts.bad_tool_calls
@@ -205,14 +197,11 @@ class CanaryTraffic:
                 return facts.bad_tool_calls / calls if calls else None
             return float(facts.length if source.name == LENGTH else facts.refusal)
         target = interaction.id if source.metric.level == "inference" else interaction.episode or ""
-        best: Feedback | None = None
-        for opinion in self._opinions.get((target, source.name), {}).values():
-            feedback = opinion.feedback
-            counts = opinion.stored <= settled and feedback.caller in (None, interaction.caller)
-            if counts and source.metric.number(feedback.value) is not None and (best is None or _rank(feedback) > _rank(best)):
-                best = feedback
-        return source.metric.default if best is None else source.metric.number(best.value)
-
-
-def _rank(feedback: Feedback) -> tuple[int, int, str]:
-    return feedback.revision, feedback.time, feedback.id
+        number = source.metric.number
+        counting = [
+            each
+            for each in self._opinions.get((target, source.name), {}).values()
+            if each.stored <= settled and each.feedback.caller in (None, interaction.caller) and number(each.feedback.value) is not None
+        ]
+        best = max(counting, key=lambda each: each.rank, default=None)
+        return source.metric.default if best is None else number(best.feedback.value)

@@ -59,12 +59,19 @@ class LiveFiles:
         Returns the parts of a key, or None for any other key.
     limit
         The size of the largest file.
+    since
+        Files that were stored before this time of the store, in seconds, are passed over.
+    besides
+        The files of this session are passed over.
     """
 
-    def __init__(self, prefix: str, parse_key: Callable[[str], LiveKey | None], limit: int) -> None:
+    def __init__(
+        self, prefix: str, parse_key: Callable[[str], LiveKey | None], limit: int, *, since: float = 0.0, besides: str | None = None
+    ) -> None:
         self._prefix = prefix
         self._parse_key = parse_key
         self._limit = limit
+        self._since, self._besides = since, besides
         self._seen: dict[str, str] = {}
         self.next_numbers: dict[str, int] = {}
         """For each session, one more than the number of the last file that was read."""
@@ -138,7 +145,9 @@ class LiveFiles:
                 if parts is not None and info.key <= seen:
                     jump = seen
                     break
-                if parts is not None:
+                if parts is not None and (info.modified.timestamp() < self._since or parts.gateway == self._besides):
+                    self._seen[parts.gateway] = info.key
+                elif parts is not None:
                     if len(new) >= most:
                         return new, False
                     new.append(info)
