@@ -37,8 +37,8 @@ RAY = [f"{TESTS}/fleet/test_ray.py"]
 """A real Ray cluster of two nodes. These tests skip themselves where Ray is not installed."""
 
 
-UNITS = [f"{TESTS}/{name}" for name in ("unit", "malformed")]
-"""Tests of single modules, and of hostile input. The lanes take about the same time."""
+UNITS = [f"{TESTS}/{name}" for name in ("unit", "malformed", "dashboard", "gateway")]
+"""Tests of single modules, of hostile input, and of web servers. The lanes take about the same time."""
 
 
 def _ignoring(paths: list[str]) -> list[str]:
