@@ -379,8 +379,11 @@ def test_files_are_swept_after_their_retention_and_never_before_they_are_joined(
         left = [live_keys.parse_interactions_key(info.key).number for info in fleet.inner.list(live_keys.INTERACTIONS)]  # type: ignore[union-attr]
         assert left == list(range(owners.first_needed(answers.session), 7))
         assert 1 <= left[0] <= 4
-        assert not list(fleet.inner.list(live_keys.FEEDBACK))
+        assert len(list(fleet.inner.list(live_keys.FEEDBACK))) == 7  # the next trainer needs it to join the others
         trainer.run_live(7)
+        trainer.go(trainer.joiner.look(owners))
+        trainer.go(trainer.joiner.sweep(owners))
+        assert not list(fleet.inner.list(live_keys.FEEDBACK))
     assert [(token, reward) for _, reward, token, _ in all_trained(fleet.inner)] == [(step, 1.0) for step in range(1, 8)]
 
 
