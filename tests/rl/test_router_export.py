@@ -48,7 +48,7 @@ def test_a_gap_is_refused(row):
         lambda: experts_for_verl(gap, **MODEL),
         lambda: experts_for_skyrl(gap, **MODEL),
     ):
-        with pytest.raises(UnusableRouting, match="the experts of token 0 were not recorded"):
+        with pytest.raises(UnusableRouting, match="the experts of token 0 of 3 were not recorded"):
             export()
 
 
@@ -64,4 +64,14 @@ def test_arrays_that_do_not_fit_are_refused():
         experts_for_megatron([FIRST, SECOND[:, :1]])
     with pytest.raises(UnusableRouting, match="no sequence"):
         experts_for_megatron([])
-    assert experts_for_verl(np.full((2, 2, 2), -1), **MODEL).shape == (0, 4, 2)
+
+
+@pytest.mark.parametrize("row", [[-1, -1], [0, 0]])
+def test_only_the_last_token_may_have_no_record(row):
+    gap = np.concatenate([FIRST, FIRST[:1], FIRST[2:]])
+    gap[-2] = row  # the last token was drawn with these experts
+    for wrong, token in ((gap, 2), (np.full((2, 2, 2), row[0]), 0), (np.concatenate([FIRST[2:], FIRST]), 0)):
+        for export in (lambda it=wrong: experts_for_megatron([SECOND, it]), lambda it=wrong: experts_for_verl(it, **MODEL)):
+            with pytest.raises(UnusableRouting, match=f"the experts of token {token} of {len(wrong)} were not recorded"):
+                export()
+    assert experts_for_verl(FIRST[2:], **MODEL).shape == (0, 4, 2)

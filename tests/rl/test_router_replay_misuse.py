@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -98,3 +99,53 @@ def test_a_forward_pass_that_failed_half_way_gives_no_recording():
             recording.take()
         model(input_ids=ids)  # `take` has forgotten the passes that do not fit together
         assert recording.take().tobytes() == whole.tobytes()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("then", ["another forward pass", "another set", "clear"])
+def test_checkpointed_layers_do_not_run_again_with_other_experts(reentrant, then):
+    model, ids = moe_model("qwen3_moe"), tokens(2, 6)
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    experts = [another_routing((12, 2, 3), 8, seed) for seed in range(2)]
+    with RouterReplay(model) as replay:
+        replay.set(experts[0])
+        first = model(input_ids=ids, use_cache=False).logits.sum()
+        if then == "clear":
+            replay.clear()
+        else:
+            replay.set(experts[1])
+        if then == "another forward pass":  # as many layers have run with these experts as will run again
+            model(input_ids=ids, use_cache=False)
+        with pytest.raises(UnusableRouting, match="ran again after other experts were set"):
+            first.backward()
+        replay.set(experts[0])
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+
+
+def test_checkpointed_layers_run_again_after_a_forward_pass_on_another_thread():
+    model, ids = moe_model("qwen3_moe"), tokens(2, 6)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for _ in range(50):
+        torch.ones(1, requires_grad=True).sum()  # autograd numbers the operations of each thread: this thread is ahead
+    with RouterReplay(model) as replay, ThreadPoolExecutor(1) as other:
+        replay.set(another_routing((12, 2, 3), 8))
+        other.submit(lambda: model(input_ids=ids, use_cache=False).logits.sum()).result().backward()
+        assert replay.take_counts().replayed == 24
+
+
+def test_clearing_nothing_does_not_disturb_checkpointed_layers():
+    model, ids = moe_model("qwen3_moe"), tokens(2, 6)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with RouterReplay(model) as replay:
+        loss = model(input_ids=ids, use_cache=False).logits.sum()
+        replay.clear()
+        loss.backward()
+
+
+def test_experts_with_rows_and_columns_exchanged_are_refused():
+    model = moe_model("qwen3_moe")
+    with RouterReplay(model) as replay:
+        with pytest.raises(UnusableRouting, match=r"experts for \[6, 2\] tokens, but the attention mask has the shape \[2, 6\]"):
+            replay.set(another_routing((6, 2, 2, 3), 8), torch.ones(2, 6))
+        replay.set(another_routing((12, 2, 3), 8), torch.ones(2, 6))

@@ -1,8 +1,8 @@
 """Recorded experts as the arrays that other trainers replay: Megatron-Core, verl and SkyRL.
 
 Each function accepts the experts of whole sequences, [tokens, layers with routers, top k], with −1 where nothing was recorded. The last
-tokens of a sequence may have no record, because no trained token depends on them. These trainers have no way to say that another token has
-none, so `UnusableRouting` is raised for such a sequence: leave it out.
+token of a sequence may have no record, because no token depends on it. These trainers have no way to say that another token has none, and
+would replay any experts for it. So `UnusableRouting` is raised for such a sequence: leave it out.
 """
 
 from __future__ import annotations
@@ -87,12 +87,14 @@ def experts_for_skyrl(experts: NDArray[Any], *, layers: Sequence[int], num_hidde
 
 
 def _recorded(experts: NDArray[Any]) -> NDArray[Any]:
-    """Return the experts without the last tokens that have no record."""
+    """Return the experts without the last token if it has no record. Raises `UnusableRouting` if another token has none."""
     if experts.ndim != 3 or experts.dtype.kind not in "iu":
         raise UnusableRouting(f"experts are integers [tokens, layers, top k], not {experts.dtype} with the shape {list(experts.shape)}.")
     ordered = np.sort(experts, -1)
     known: NDArray[np.bool_] = ((ordered[..., :1] >= 0).all(-1) & (ordered[..., 1:] != ordered[..., :-1]).all(-1)).all(-1)
-    end = len(known) - int(np.argmax(known[::-1])) if known.any() else 0
-    if not known[:end].all():
-        raise UnusableRouting(f"the experts of token {int(np.argmin(known[:end]))} were not recorded, and those of later tokens were.")
-    return experts[:end]
+    if not known[:-1].all():
+        raise UnusableRouting(
+            f"the experts of token {int(np.argmin(known))} of {len(known)} were not recorded, and later tokens depend on them.",
+            hint="Leave the sequence out of the batch. Only the last token may have no record.",
+        )
+    return experts if known.all() else experts[:-1]

@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import UnsupportedRouting, UnusableRouting
+from .replayed_rows import Moment, ReplayedRows
 from .router_weights import Weighting, known_weighting
 
 NO_EXPERT = -1
@@ -78,7 +79,8 @@ class RouterReplay:
         """The numbers of the layers that have routers, in order."""
         self.all_layers = _number_of_layers(model)
         """The number of all decoder layers; 0 if the model does not say it."""
-        self._rows: _Rows | None = None
+        self._rows: ReplayedRows | None = None
+        self._since = Moment()
         self._recordings: list[Recording] = []
         self._counted: dict[torch.device, torch.Tensor] = {}  # on the device, because reading it would wait for the device
         self._unrecorded = self._damaged = 0
@@ -87,8 +89,8 @@ class RouterReplay:
     def set(self, experts: Experts, attention: torch.Tensor | NDArray[Any] | None = None) -> None:
         """Replay these experts until the next `set` or `clear`. Nothing changes if an error is raised.
 
-        Call `backward` before the next `set` if activations are checkpointed, because the layers run again then. Otherwise that backward
-        pass raises `UnusableRouting`.
+        If activations are checkpointed, call `backward` before the next `set` or `clear`, because the layers run again then. Otherwise that
+        backward pass raises `UnusableRouting`.
 
         Parameters
         ----------
@@ -108,6 +110,11 @@ class RouterReplay:
             counts = kept.reshape(-1).astype(np.bool_)
             if len(counts) != tokens:
                 raise UnusableRouting(f"there are experts for {tokens:,} tokens, but the attention mask has {len(counts):,}.")
+            shape = tuple(np.shape(experts)[:-2])
+            if len(shape) == kept.ndim > 1 and shape != kept.shape:
+                raise UnusableRouting(
+                    f"there are experts for {list(shape)} tokens, but the attention mask has the shape {list(kept.shape)}."
+                )
         unrecorded: NDArray[np.bool_] = (checked < 0).max(-1)
         ordered = np.sort(checked, -1)
         damaged: NDArray[np.bool_] = (ordered[..., 1:] == ordered[..., :-1]).max(-1, initial=False) & ~unrecorded
@@ -115,11 +122,12 @@ class RouterReplay:
         self._damaged += int(damaged[counts].sum())
         rows = np.where((unrecorded | damaged | ~counts[:, None])[..., None], NO_EXPERT, checked)
         kind = np.int16 if self.experts <= 1 << 15 else np.int32
-        self._rows = _Rows(torch.from_numpy(np.ascontiguousarray(rows.transpose(1, 0, 2), kind)), len(self._routers))
+        self._change(ReplayedRows(torch.from_numpy(np.ascontiguousarray(rows.transpose(1, 0, 2), kind)), len(self._routers)))
 
     def clear(self) -> None:
-        """Let the model choose again."""
-        self._rows = None
+        """Let the model choose again. Call `backward` before, as for `set`."""
+        if self._rows is not None:
+            self._change(None)
 
     def check(self, experts: Experts) -> NDArray[np.int32]:
         """Return experts as an array [tokens, layers with routers, top k]. Raises `UnusableRouting` if they do not fit the model.
@@ -171,7 +179,10 @@ class RouterReplay:
         return counts
 
     def close(self) -> None:
-        """Remove the hooks from the model. A second call does nothing. `set` and `record` raise `UnusableRouting` from then on."""
+        """Remove the hooks from the model. A second call does nothing. `set` and `record` raise `UnusableRouting` from then on.
+
+        Call `backward` before: without hooks, layers that run again for checkpointed activations let the model choose.
+        """
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -187,6 +198,9 @@ class RouterReplay:
         if not self._hooks:
             raise UnusableRouting("this RouterReplay is closed, so it replays and records nothing.", hint="Make another one for the model.")
 
+    def _change(self, rows: ReplayedRows | None) -> None:
+        self._rows, self._since = rows, Moment()
+
     def _hook(self, place: int) -> Any:
         own = self._routers[place].module
 
@@ -201,6 +215,10 @@ class RouterReplay:
         logits, weights, own = out
         chosen, rows = own, self._rows
         runs_again = torch._C._current_graph_task_id() != -1  # in a backward pass, for a checkpointed layer
+        if runs_again:
+            self._since.check_began_later()
+        elif not torch.compiler.is_compiling():  # the compiler cannot trace it
+            self._since.see_forward()
         if rows is not None:
             wanted = rows.of(place, own, runs_again)
             missing = (wanted < 0).any(-1, keepdim=True)
@@ -308,36 +326,6 @@ class _Router:
     weighting: Weighting
     experts: int
     top_k: int
-
-
-class _Rows:
-    """The experts [layers, tokens, top k] of one micro-batch, and how often each router has run with them."""
-
-    def __init__(self, experts: torch.Tensor, routers: int) -> None:
-        self._experts = experts
-        self._copies: dict[torch.device, torch.Tensor] = {}
-        self.ran = [0] * routers
-        self._ran_again = [0] * routers
-
-    def of(self, place: int, own: torch.Tensor, runs_again: bool) -> torch.Tensor:
-        """Return the experts of a layer, on the device and in the type of the router's own choice."""
-        if len(own) != self._experts.shape[1]:
-            raise UnusableRouting(
-                f"there are experts for {self._experts.shape[1]:,} tokens, but the model was given {len(own):,}.",
-                hint="Pass one row for each token of the input, padding included, or call clear to let the model choose.",
-            )
-        if not runs_again:
-            self.ran[place] += 1
-        else:
-            self._ran_again[place] += 1
-            if self._ran_again[place] > self.ran[place]:
-                raise UnusableRouting(
-                    "a checkpointed layer ran again after the experts of another micro-batch were set.",
-                    hint="Call backward before the next set.",
-                )
-        if own.device not in self._copies:
-            self._copies[own.device] = self._experts.to(own.device)
-        return self._copies[own.device][place].to(own.dtype)
 
 
 def _number_of_layers(model: torch.nn.Module) -> int:
