@@ -107,6 +107,16 @@ def test_a_long_completion_does_not_make_an_infinite_weight():
     assert terms.truncated == 0
 
 
+@pytest.mark.parametrize(("mode", "weight"), [("sequence_truncate", 2.0), ("sequence_mask", 0.0)])
+def test_the_weight_of_a_completion_is_of_its_whole_ratios(mode: Any, weight: float):
+    """The ratios are e^40 and e^-30, so their product is far above the bound. Bounded one by one, they would give e^-10."""
+    behaviour = torch.tensor([[-41.0, -1.0]])
+    terms = GrpoLoss(importance_sampling_mode=mode)(torch.tensor([[-1.0, -31.0]]), behaviour, torch.ones(1), torch.ones(1, 2))
+    assert terms.weight == 2 * weight
+    assert terms.is_truncated.all()
+    assert terms.drift.tolist() == [[20.0, -30.0]]
+
+
 @pytest.mark.parametrize("bad", [{"mode": "tis"}, {"clip_max": 0.5}, {"clip_min": 1.5}, {"clip_min": -1.0}, {"clip_max": math.nan}])
 def test_bounds_must_include_a_weight_of_one(bad: dict[str, Any]):
     with pytest.raises(ValueError, match="importance_sampling"):

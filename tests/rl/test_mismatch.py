@@ -114,3 +114,11 @@ def test_an_alarm_is_told_once_until_the_member_is_well_again():
 def test_rules_that_make_no_sense_are_refused(bad: Any):
     with pytest.raises(ValueError, match=r"must be|at least"):
         AlarmRule(**bad)
+
+
+def test_tiny_ratios_have_finite_numbers():
+    many = np.array([-400.0, -400.0, -1000.0])
+    found = TokenMismatch(many, np.zeros(3, bool), np.zeros(3, np.int64), np.zeros(3, np.int64)).measure()
+    assert found is not None
+    assert found.ess == pytest.approx(2 / 3)
+    assert all(math.isfinite(each) for each in found.fields.values())

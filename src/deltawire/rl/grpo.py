@@ -95,10 +95,11 @@ class GrpoLoss:
         current = torch.where(mask, current, 0.0)  # padding may hold anything, and infinity times zero is NaN
         behaviour = torch.where(mask, behaviour, 0.0)
         old = current.detach() if old is None else torch.where(mask, old, 0.0).detach()
-        drift = (old - behaviour).clamp(max=_LARGEST_LOG_RATIO)
+        difference = old - behaviour
+        drift = difference.clamp(max=_LARGEST_LOG_RATIO)
         exact = drift.detach().double()
         mismatch = ((exact.expm1() - exact) * mask).sum()
-        weights, truncated = self._weights(drift, mask)
+        weights, truncated = self._weights(difference, mask)
         ratio = torch.exp((current - old).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO))
         gain = advantages[:, None]
         plain = ratio * gain
@@ -115,13 +116,13 @@ class GrpoLoss:
             is_truncated=truncated,
         )
 
-    def _weights(self, drift: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _weights(self, difference: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the importance weight of each token, and the tokens whose weight was out of bounds."""
         if not self.importance_sampling_correction:
-            return torch.ones_like(drift), torch.zeros_like(mask)
+            return torch.ones_like(difference), torch.zeros_like(mask)
         if self.importance_sampling_mode.startswith("sequence"):
-            drift = drift.sum(-1, keepdim=True).clamp(max=_LARGEST_LOG_RATIO).expand_as(drift)
-        weights = torch.exp(drift)
+            difference = difference.sum(-1, keepdim=True).expand_as(difference)
+        weights = torch.exp(difference.clamp(max=_LARGEST_LOG_RATIO))
         bounded = weights.clamp(self.importance_sampling_clip_min, self.importance_sampling_clip_max)
         outside = weights != bounded
         return torch.where(outside, 0.0, weights) if self.importance_sampling_mode.endswith("mask") else bounded, outside & mask

@@ -89,6 +89,7 @@ class TokenMismatch:
         if not len(self.drift):
             return None
         ratio, difference = np.exp(self.drift), np.abs(self.drift)
+        scaled = np.exp(self.drift - self.drift.max())  # the factor cancels out of `ess`, and the squares of tiny ratios would be 0
         return Mismatch(
             tokens=len(ratio),
             kl=float((np.expm1(self.drift) - self.drift).mean()),
@@ -98,7 +99,7 @@ class TokenMismatch:
             ratio_mean=float(ratio.mean()),
             ratio_max=float(ratio.max()),
             truncated_ratio=float(self.truncated.mean()),
-            ess=float(ratio.sum() ** 2 / (len(ratio) * np.square(ratio).sum())),
+            ess=float(scaled.sum() ** 2 / (len(scaled) * np.square(scaled).sum())),
             lag=float(self.lag.mean()),
         )
 
