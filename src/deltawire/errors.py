@@ -356,7 +356,7 @@ class WrongRun(RunMismatch):
 class CorruptRecord(ChainError):
     """A record breaks a rule of docs/protocol.md."""
 
-    hint = "Run `deltawire verify` on the chain."
+    hint = "Run `deltawire verify` on the chain. It names everything that is damaged, and says what to do."
 
 
 class ChainBroken(ChainError):

@@ -142,7 +142,8 @@ def test_a_store_that_overwrites_is_wrong(shown: ShownRun) -> None:
     assert "create if absent: " in wrong(Overwriting(shown.store))
 
 
-NOW = time.time()
+NOW = int(time.time()) + 0.5
+"""It is exact as a float, so that differences to it are exact, too."""
 
 
 class Dated(WrappedStore):

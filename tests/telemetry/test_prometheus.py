@@ -141,3 +141,14 @@ def test_a_program_can_serve_them_with_its_own_metrics():
     prometheus_client.Gauge("own_metric", "A metric of the program.", registry=registry)
     PrometheusMetrics(registry=registry)
     assert {"own_metric", "deltawire_fenced"} <= {family.name for family in registry.collect()}
+
+
+def test_a_gauge_has_no_value_before_its_first_event():
+    with PrometheusMetrics(0) as metrics:
+        names = {name for name, _ in scraped(metrics)}
+        assert not names & {metric.name for metric in METRICS.values() if metric.type == "gauge"}
+        assert "deltawire_rollbacks_total" in names
+        with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics") as answer:
+            assert b"# TYPE deltawire_published_version gauge" in answer.read()
+        with pytest.raises(ValueError, match="Duplicated"):
+            PrometheusMetrics(registry=metrics.registry)

@@ -110,6 +110,8 @@ class PrometheusMetrics:
     def _collector(self, prometheus_client: Any, metric: Metric) -> Any:
         made = {"gauge": prometheus_client.Gauge, "counter": prometheus_client.Counter, "histogram": prometheus_client.Histogram}
         options = {"buckets": metric.buckets} if metric.type == "histogram" else {}
+        if metric.type == "gauge" and not metric.labels:
+            return _Gauge(prometheus_client.Gauge(metric.name, metric.meaning, registry=None), self.registry)
         return made[metric.type](metric.name, metric.meaning, metric.labels, registry=self.registry, **options)
 
     def _labelled(self, collector: Any, metric: Metric, labels: tuple[str, ...]) -> Any:
@@ -134,3 +136,22 @@ class PrometheusMetrics:
                 f"metrics cannot be served on {host}, port {port}: {reason}.", hint="Choose another port or address."
             ) from error
         self.port = int(self._server.server_address[1])
+
+
+class _Gauge:
+    """A gauge without labels that has no value until it is set. With 0, a relay would seem to have published version 0 in 1970."""
+
+    def __init__(self, gauge: Any, registry: Any) -> None:
+        self._gauge = gauge
+        self._is_set = False
+        registry.register(self)
+
+    def set(self, value: float) -> None:
+        self._gauge.set(value)
+        self._is_set = True
+
+    def describe(self) -> Any:
+        return self._gauge.describe()
+
+    def collect(self) -> Any:
+        return self._gauge.collect() if self._is_set else self._gauge.describe()

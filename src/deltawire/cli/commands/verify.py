@@ -164,7 +164,7 @@ def remedy_for(causes: list[Cause], url: str) -> str | None:
 
 def _data(report: Report, deep: bool) -> str:
     files = f"{report.files:,} file{'' if report.files == 1 else 's'}"
-    return f"{files}, {figures.size(report.bytes)}: {'all were read' if deep else 'their sizes were compared'}"
+    return f"{files}, {figures.size(report.bytes)}: {'all were read' if deep else 'their sizes were compared (--deep reads them)'}"
 
 
 def _superseded(count: int) -> str:
