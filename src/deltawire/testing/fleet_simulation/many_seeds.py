@@ -5,13 +5,27 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .scenario import Outcome, simulate
+
+
+class SeedOutcome(Protocol):
+    """The result of one seed."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def violation(self) -> str | None: ...
+
+
+_Outcome = TypeVar("_Outcome", bound=SeedOutcome)
 
 
 class Fleet(NamedTuple):
@@ -32,13 +46,28 @@ def simulate_traced(seeds: range, fleet: Fleet) -> list[Outcome]:
 
 def simulate_many(seeds: range, fleet: Fleet, jobs: int) -> list[Outcome]:
     """Run the seeds in `jobs` processes, with a progress bar on stderr. Return the outcomes by rising seed."""
-    outcomes: list[Outcome] = []
+    return run_many(seeds, partial(_simulate, fleet=fleet), jobs)
+
+
+def run_many(seeds: range, simulate_one: Callable[[int], _Outcome], jobs: int) -> list[_Outcome]:
+    """Run the seeds of any simulation in `jobs` processes, with a progress bar on stderr. Return the outcomes by rising seed.
+
+    Parameters
+    ----------
+    seeds
+        The seeds.
+    simulate_one
+        Runs one seed. It is a function of a module, or a `partial` of one.
+    jobs
+        How many processes to use.
+    """
+    outcomes: list[_Outcome] = []
     failures = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     context = multiprocessing.get_context("spawn")
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar, context.Pool(jobs, gc.disable) as pool:
         task = bar.add_task("simulating", total=len(seeds))
-        for outcome in pool.imap_unordered(partial(_simulate, fleet=fleet), seeds, chunksize=4):
+        for outcome in pool.imap_unordered(simulate_one, seeds, chunksize=4):
             outcomes.append(outcome)
             failures += outcome.violation is not None
             bar.update(task, advance=1, description=f"simulating, {failures} failed" if failures else None)

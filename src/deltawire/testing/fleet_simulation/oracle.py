@@ -66,9 +66,12 @@ class Oracle:
         The content of the store.
     budget
         The staleness budget of the run.
+    trainers_own
+        The name of results that trainers make themselves, without a lease. None: there are none.
     """
 
-    def __init__(self, run: str, chain: ChainModel, objects: Objects, budget: StalenessBudget) -> None:
+    def __init__(self, run: str, chain: ChainModel, objects: Objects, budget: StalenessBudget, *, trainers_own: str | None = None) -> None:
+        self._trainers_own = trainers_own
         self._run = run
         self._chain = chain
         self._objects = objects
@@ -151,7 +154,7 @@ class Oracle:
         lease = self._objects.read(fleet_keys.lease_key(AttemptId(ack.round, result.task, result.attempt)))
         if result.attempt >= 16:  # such an attempt needs no lease, but only after all leases of the task were taken
             taken = [self._objects.read(fleet_keys.lease_key(AttemptId(ack.round, result.task, attempt))) for attempt in range(16)]
-            if None in taken and not replaced:
+            if None in taken and not replaced and result.member != self._trainers_own:
                 raise Violation(f"{what} trains on {which}, which has no lease, while leases of its task were free.")
             lease = None
         if lease is not None and (Lease.parse(lease).member, Lease.parse(lease).nonce) != (rollouts.member, rollouts.nonce):

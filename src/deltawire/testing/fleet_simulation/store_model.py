@@ -99,6 +99,8 @@ class Objects:
         self._before: dict[str, bytes] = {}
         self.created: Callable[[str, bytes], None] = lambda key, data: None
         """Called with key and bytes of every new object."""
+        self.overwritten: Callable[[str, bytes], None] = lambda key, data: None
+        """Called with key and bytes of every object that is written again, which also gets a new time."""
         self._waiting: dict[str, list[Callable[[], None]]] = {}
 
     def time(self) -> datetime:
@@ -168,6 +170,7 @@ class Objects:
             self.created(key, data)
         else:
             self._before[key] = old[0]
+            self.overwritten(key, data)
         for call in self._waiting.pop(key, ()):
             call()
 

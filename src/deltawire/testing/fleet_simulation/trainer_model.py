@@ -15,6 +15,7 @@ from ...errors import DeltawireError, Fenced, FleetTimeout
 from ...fleet.options import FleetOptions
 from ...fleet.rules.scheduler import Scheduler
 from ...fleet.rules.staleness import KnownVersion, StalenessBudget
+from ...fleet.steps.batch_steps import Batch
 from ...fleet.steps.coordinator_steps import CoordinatorSteps
 from ...fleet.steps.trainer_context import TrainerContext
 from ...format.records.trainer_records import Sampling
@@ -118,7 +119,7 @@ class TrainerModel:
 
     def program(self, resume_step: int) -> Generator[Any, Any, None]:
         """Run the trainer until the last step is published."""
-        history = self.checkpoints[resume_step].copy() if self.checkpoints else History()
+        history = self.checkpoints[resume_step].copy() if self.checkpoints else self.first_history()
         epoch = yield ExternalAction(0.1, self._claim_epoch)
         newest: KnownVersion | None = yield ExternalAction(0.2, lambda: self.chain.fence(epoch, resume_step))
         for step in [step for step in self.checkpoints if step > resume_step]:
@@ -149,7 +150,7 @@ class TrainerModel:
         untrainable = [index for index in range(len(batch.results)) if int(self.draw_nonce()[0], 16) < self.plan.untrainable]
         if untrainable:
             batch = yield from self._retry(partial(fleet.reject, batch, untrainable, "training on it failed"))
-        self.oracle.trains(history, fleet.epoch, step, batch.rollouts)
+        self.judge(history, fleet.epoch, step, batch)
         yield from self._wait_for_training(fleet, step)
         yield from self._settle(fleet)  # only one version is in flight
         self._in_flight = flight = _InFlight(history.copy())
@@ -159,6 +160,14 @@ class TrainerModel:
         else:
             yield from publication
             yield from self._settle(fleet)
+
+    def first_history(self) -> History:
+        """Return the history of a run that has not trained yet."""
+        return History()
+
+    def judge(self, history: History, epoch: int, step: int, batch: Batch) -> None:
+        """Let the oracle judge what this trainer is about to train on."""
+        self.oracle.trains(history, epoch, step, batch.rollouts)
 
     def _collect(self, fleet: CoordinatorSteps, step: int) -> Generator[Any, Any, Any]:
         """Collect the results of a step. Note versions that are published meanwhile, and open rounds as soon as the budget allows."""

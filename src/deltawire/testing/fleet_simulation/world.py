@@ -289,7 +289,7 @@ class World:
             case Sleep(seconds):
                 self.kernel.later(seconds, thread.resume, None)
             case Wait(signal, seen, seconds):
-                answer = _Once(self.kernel, thread)
+                answer = ResumeOnce(self.kernel, thread)
                 signal.call_once(seen, answer)
                 self.kernel.later(seconds, answer)
             case ExternalAction():
@@ -369,7 +369,7 @@ class World:
         return self.random.choice([0.0, 3600.0, -3600.0, 7.5e7])
 
 
-class _Once:
+class ResumeOnce:
     """Resumes a thread when it is first called, and does nothing after that."""
 
     def __init__(self, kernel: Kernel, thread: VirtualThread) -> None:
