@@ -81,6 +81,7 @@
     ├── GatewayError                a gateway refuses a request
     │   ├── RequestMalformed        the body, a header or a value breaks a rule
     │   ├── RequestTooLarge         the body is larger than the gateway accepts
+    │   ├── RequestSlow             the body did not arrive in time
     │   ├── KeyRefused              the API key is missing, unknown, or not meant for this route
     │   ├── HostRefused             the request was sent to a name that the gateway does not have
     │   ├── InteractionUnknown      there is no interaction or episode with that id
@@ -636,6 +637,14 @@ class RequestTooLarge(GatewayError):
 
     hint = "Send less, or start the gateway with a larger --most-bytes."
     status = 413
+
+
+class RequestSlow(GatewayError):
+    """The body of a request did not arrive within the time limit."""
+
+    hint = "Send the request again over a faster connection, or send less."
+    status = 408
+    retryable = True
 
 
 class KeyRefused(GatewayError):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deltawire.engines.answer_table import ANSWERS_ROUTE, ENGINE_ROUTE, RECORD_HEADER, REQUEST_ID, AnswerTable
-from deltawire.gateway.bodies import headers_of, read_body, send_json, send_start
+from deltawire.gateway.bodies import headers_of, read_body, send_json, send_start, until_gone
 from deltawire.gateway.http_server import listen
 
 ANSWER = "vier Worte als Antwort"
@@ -21,7 +21,7 @@ def _abort(send: Any) -> None:
 
 
 class ScriptedEngine:
-    """Answers every request with the same tokens. `script` has the next failures: a status, "reset", "break" or "wait"."""
+    """Answers every request with the same tokens. `script` has the next failures: a status, "reset", "break", "wait" or "gone"."""
 
     def __init__(self, label: str | None = "0") -> None:
         self.label = label
@@ -29,6 +29,7 @@ class ScriptedEngine:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.go_on = threading.Event()
+        self.gone = threading.Event()
         self.table = AnswerTable()
         self.running = True
 
@@ -46,7 +47,12 @@ class ScriptedEngine:
             body = json.loads(await read_body(receive, headers, 1 << 30))
             self.asked.append(body)
             self.headers.append(headers)
-            await self._answer(headers, body, send)
+            if self.script[:1] == ["gone"]:  # wait until the gateway gives the request up
+                await until_gone(receive)
+                self.script.pop(0)
+                self.gone.set()
+            else:
+                await self._answer(headers, body, send)
 
     async def _answer(self, headers: dict[str, str], body: dict[str, Any], send: Any) -> None:
         step = self.script.pop(0) if self.script else "good"

@@ -141,12 +141,12 @@ def test_a_caller_that_goes_away_ends_the_request_and_nothing_is_recorded(policy
     import socket
 
     with scripted(str(policy.first.seq)) as (engine, url), gateway(store, tmp_path, url) as scene:
-        engine.script = ["wait"]
+        engine.script = ["gone"]
         body = json.dumps({"messages": [], "model": "m"}).encode()
         with socket.create_connection(("127.0.0.1", int(scene.url.rpartition(":")[2]))) as caller:
             caller.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
             wait_until(lambda: engine.asked, "the request")
-        engine.go_on.set()
+        engine.gone.wait()
         status, _, headers = scene.chat()
         assert status == 200
         scene.wait_for(headers["x-deltawire-inference-id"])

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
+import hashlib
 import json
 import socket
+import threading
 import tracemalloc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gateway_scene import Scene, gateway, wait_until
+import pytest
+from gateway_scene import Scene, gateway, serving, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.errors import GatewayError
+from deltawire.errors import GatewayError, RequestSlow, RequestTooLarge
 from deltawire.format.interactions import ConversationText, Message
 from deltawire.gateway.answer_text import read_answer
 from deltawire.gateway.answers import Unusable, row_of
-from deltawire.gateway.api_keys import Caller
+from deltawire.gateway.api_keys import ApiKeys, Caller
+from deltawire.gateway.bodies import parse_object, read_body
+from deltawire.gateway.http_server import listen
 from deltawire.gateway.requests import read_request
 from deltawire.store import Store
 
@@ -163,3 +169,38 @@ def test_trailers_after_a_body_have_a_limit(scene: Scene) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
     found = raw(scene, head + b"x: y\r\n" * (1 << 20))  # without an end, so the gateway must not wait for it
     assert found == b"" or found.startswith(b"HTTP/1.1 400"), found[:80]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    with pytest.raises(RequestSlow, match=r"after 0\.01 s"):
+        asyncio.run(read_body(receive, {}, 100, seconds=0.01))
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: 127."])
+def test_a_connection_whose_head_does_not_come_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltawire.gateway.http_server.HEAD_SECONDS", 0.05)
+
+    def serve(*, stop: threading.Event, on_ready: Callable[[str], Any]) -> None:
+        asyncio.run(listen(None, "127.0.0.1", 0, stop, on_ready))
+
+    with serving(serve) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
+        found = b""
+        with contextlib.suppress(OSError):  # it may be closed before anything is sent
+            connection.sendall(sent)
+            found = connection.recv(100)
+        assert found == b""
+
+
+def test_small_bodies_that_would_be_large_in_memory_are_refused() -> None:
+    assert len(parse_object(b'{"a":[' + b"[]," * 1000 + b"0]}")["a"]) == 1001
+    with pytest.raises(RequestTooLarge, match="2,000,000 values"):
+        parse_object(b'{"a":[' + b"[]," * 1_000_001 + b"0]}")
+
+
+def test_the_hash_of_no_key_lets_nobody_in(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"app {hashlib.sha256(b'').hexdigest()}")
+    with pytest.raises(ValueError, match="not empty"):
+        ApiKeys.read(tmp_path / "keys")

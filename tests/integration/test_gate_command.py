@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,24 @@ def test_a_command_that_takes_too_long_is_ended_with_its_processes(tmp_path: Pat
     assert result is not None
     assert (result.passed, result.attempts, result.why) == (None, 2, "the command took more than 60 seconds")
     assert evaluation.poll() is None
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_processes_that_a_command_leaves_behind_are_ended(tmp_path: Path, ends: bool) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    ticks = [0.0]
+    version = Version.of(GatedChain().chain.chain.commits[3])
+    stubborn = f"exec 3>{fifo}; (trap '' TERM; echo begun >&3; while :; do sleep 1000; done) & {'true' if ends else 'wait'}"
+    evaluation = EvaluationCommand(stubborn, "here", timeout=60.0, ticks=lambda: ticks[0])
+    evaluation.start(version, version, 1)
+    with fifo.open() as output:
+        assert output.readline() == "begun\n"
+        ticks[0] = 0.0 if ends else 60.0
+        while (result := evaluation.poll()) is None:
+            time.sleep(0.01)
+        assert output.read() == ""  # nobody has it open for writing
+    assert result.passed is (True if ends else None)
 
 
 def test_only_the_end_of_a_long_output_is_kept(tmp_path: Path) -> None:

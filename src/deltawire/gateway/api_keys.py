@@ -12,6 +12,8 @@ from ..format.records.record_parts import READER
 from .bodies import Headers
 
 _MOST_KEYS = 10_000
+_NO_KEY = hashlib.sha256(b"").digest()
+"""A line with the hash of nothing would let in everybody who sends no key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,10 @@ class ApiKeys:
                 digest = bytes.fromhex(words[1])
             except (IndexError, ValueError):
                 digest = b""
-            if not READER.fullmatch(words[0]) or len(digest) != 32 or not rights <= {"feedback", "all"} or digest in callers:
-                raise ValueError(f"line {number} of {path} is not: NAME SHA256 [feedback] [all], with a key that no other line has")
+            if not READER.fullmatch(words[0]) or len(digest) != 32 or not rights <= {"feedback", "all"} or digest in (*callers, _NO_KEY):
+                raise ValueError(
+                    f"line {number} of {path} is not: NAME SHA256 [feedback] [all], with a key that is not empty and that no other line has"
+                )
             callers[digest] = Caller(words[0], "feedback" in rights, "all" in rights)
         if not 1 <= len(callers) <= _MOST_KEYS:
             raise ValueError(f"{path} has {len(callers):,} keys instead of 1 to {_MOST_KEYS:,}")

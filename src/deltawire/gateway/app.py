@@ -157,6 +157,7 @@ class GatewayApp:
     async def _answer(self, scope: Scope, headers: Headers, caller: Caller, receive: Receive, send: Send) -> None:
         raw = await read_body(receive, headers, self._options.most_bytes)
         asked = read_request(ROUTES[scope["path"]], parse_object(raw), headers, caller, consent=self._options.consent)
+        asked.size = len(raw)
         if "content-encoding" in headers:
             raw = b""  # it was decompressed, so it is written anew
         work = asyncio.ensure_future(self._proxy.answer(asked, raw, headers, send))

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
-from ..errors import GatewayError, RequestMalformed, RequestTooLarge
+from ..errors import GatewayError, RequestMalformed, RequestSlow, RequestTooLarge
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers: TypeAlias = Mapping[str, str]
+
+
+BODY_SECONDS = 120.0
+"""A body must be complete after this time. Otherwise a few callers who send slowly could take all places."""
+_MOST_VALUES = 2_000_000
+"""The most values of a JSON body. An empty list has 3 bytes in a body and 64 in memory."""
 
 
 class CallerGone(Exception):
@@ -24,8 +31,18 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-async def read_body(receive: Receive, headers: Headers, most: int) -> bytes:
-    """Return the body of a request. Raises `RequestTooLarge` as soon as it is known to be too large, and `CallerGone`."""
+async def read_body(receive: Receive, headers: Headers, most: int, *, seconds: float = BODY_SECONDS) -> bytes:
+    """Return the body of a request.
+
+    Raises `RequestTooLarge` as soon as it is known to be too large, `RequestSlow` if it takes too long, and `CallerGone`.
+    """
+    try:
+        return await asyncio.wait_for(_read_body(receive, headers, most), seconds)
+    except asyncio.TimeoutError:
+        raise RequestSlow(f"the body was not complete after {seconds:g} s.") from None
+
+
+async def _read_body(receive: Receive, headers: Headers, most: int) -> bytes:
     length = headers.get("content-length", "")
     if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > most):
         raise RequestTooLarge(f"the body has {length[:24]} bytes; {most:,} are allowed.")
@@ -64,7 +81,9 @@ def _inflated(body: bytes, most: int) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body. Raises `RequestMalformed` for anything else."""
+    """Return the JSON object in a body. Raises `RequestMalformed` for anything else, and `RequestTooLarge` if it has too many values."""
+    if len(body) > _MOST_VALUES and body.count(b",") + body.count(b"[") + body.count(b"{") > _MOST_VALUES:
+        raise RequestTooLarge(f"the body has more than {_MOST_VALUES:,} values.")
     try:
         found = json.loads(body, parse_constant=_refuse_constant)
     except RecursionError:

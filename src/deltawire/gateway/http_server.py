@@ -13,6 +13,8 @@ ENDING_SECONDS = 10.0
 """Answers that were begun have this long to end."""
 
 _MOST_HEAD = 64 << 10
+HEAD_SECONDS = 60.0
+"""The head of a request must be complete this long after its first byte, and the first one this long after the connection was made."""
 
 
 def bounded_http() -> Any:
@@ -28,6 +30,20 @@ def bounded_http() -> Any:
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             self._head = 0
+            self._timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._timer = self.loop.call_later(HEAD_SECONDS, transport.close)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
 
         def data_received(self, data: bytes) -> None:
             self._head += len(data)
@@ -38,6 +54,7 @@ def bounded_http() -> Any:
 
         def on_headers_complete(self) -> None:
             self._head = 0
+            self._stop_timer()
             super().on_headers_complete()
 
         def on_body(self, body: bytes) -> None:
@@ -46,6 +63,8 @@ def bounded_http() -> Any:
 
         def on_message_begin(self) -> None:
             self._head = 0
+            if self._timer is None:
+                self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
             super().on_message_begin()
 
     return BoundedHttp

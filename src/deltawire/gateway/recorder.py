@@ -88,6 +88,11 @@ class Recording:
         self.begun()
         self._is_complete = self._has_begun
 
+    @property
+    def size(self) -> int:
+        """The bytes of the request and of the answer, which take memory until the answer is recorded."""
+        return self.asked.size + sum(map(len, self.copies))
+
     def close(self) -> None:
         """Record the answer if it is complete, and forget it otherwise."""
         if self._is_complete:
@@ -196,7 +201,7 @@ class Recorder:
 
     def finish(self, recording: Recording) -> None:
         """Record an answer that was given."""
-        size = sum(map(len, recording.copies))
+        size = recording.size
         if len(self._waiting) >= _MOST_WAITING or self._waiting_bytes + size > _MOST_WAITING_BYTES:
             self._unusable(self._journal, recording.intent, "too many answers wait to be recorded.")
             return
@@ -210,7 +215,7 @@ class Recorder:
                 self._arrived.clear()
                 await self._arrived.wait()
             journal, intent, recording = self._waiting.popleft()
-            self._waiting_bytes -= 0 if recording is None else sum(map(len, recording.copies))
+            self._waiting_bytes -= 0 if recording is None else recording.size
             self._busy += 1
             try:
                 await self._record(journal, intent, recording)

@@ -45,6 +45,10 @@ class AskedFor:
         Whether the answer may be trained on.
     tags
         The tags that the caller gave.
+    time
+        When it came, in milliseconds since 1970.
+    size
+        The bytes of its body.
     """
 
     route: str
@@ -56,6 +60,7 @@ class AskedFor:
     tags: dict[str, str] = field(default_factory=dict)
     time: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
     id: str = ""
+    size: int = 0
 
     def __post_init__(self) -> None:
         self.id = new_inference_id(self.time)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import IO, TYPE_CHECKING
 
 from ...format.records.gate_records import MOST_SCORE_NAME, MOST_SCORES, EvaluationResult
-from .exec_hook import describe_status, end_group, signals_deferred
+from .exec_hook import describe_status, end_group, poll_group, signals_deferred
 
 if TYPE_CHECKING:
     from ...chain.version import Version
@@ -102,7 +102,7 @@ class EvaluationCommand:
         running = self._running
         if running is None:
             return None
-        status = running.process.poll()
+        status = poll_group(running.process)
         if status is None and self._ticks() < running.deadline:
             return None
         if status is None:

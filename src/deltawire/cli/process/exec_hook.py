@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,13 +101,39 @@ def signals_deferred() -> Iterator[None]:
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """End a command and the processes that it has started, unless it has ended."""
-    if process.poll() is not None:
+    if poll_group(process) is not None:
         return  # its id may belong to another process by now
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(process.pid, number)
-            process.wait(_PATIENCE)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _PATIENCE
+    while poll_group(process) is None:
+        if time.monotonic() >= deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
             return
+        time.sleep(0.01)
+
+
+def poll_group(process: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit status of a command, or None while it runs. Processes that it leaves behind in its group are killed.
+
+    They are killed while the system keeps the id of the command for its status, so that the id cannot belong to others.
+
+    Parameters
+    ----------
+    process
+        The command, which leads its own process group.
+    """
+    with contextlib.suppress(ChildProcessError, ProcessLookupError, PermissionError):
+        has_ended = (
+            process.returncode is None
+            and hasattr(os, "waitid")  # macOS has it since Python 3.13
+            and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        )
+        if has_ended:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.poll()
 
 
 def describe_status(status: int) -> str:
