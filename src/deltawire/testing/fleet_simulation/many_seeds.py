@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import sys
 from collections.abc import Callable
@@ -65,13 +66,19 @@ def run_many(seeds: range, simulate_one: Callable[[int], _Outcome], jobs: int) -
     failures = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     context = multiprocessing.get_context("spawn")
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar, context.Pool(jobs, gc.disable) as pool:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar, context.Pool(jobs, _prepare) as pool:
         task = bar.add_task("simulating", total=len(seeds))
         for outcome in pool.imap_unordered(simulate_one, seeds, chunksize=4):
             outcomes.append(outcome)
             failures += outcome.violation is not None
             bar.update(task, advance=1, description=f"simulating, {failures} failed" if failures else None)
     return sorted(outcomes, key=lambda one: one.seed)
+
+
+def _prepare() -> None:
+    """Prepare a worker process. Simulated trainers report faults as warnings, of which there are many. Runs leave few reference cycles."""
+    logging.disable(logging.ERROR)
+    gc.disable()
 
 
 def _simulate(seed: int, *, fleet: Fleet) -> Outcome:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import gc
-import logging
-import multiprocessing
 
+from ..fleet_simulation.many_seeds import run_many
 from .scenario import Outcome, simulate
 
 
 def simulate_many(seeds: range, jobs: int) -> list[Outcome]:
-    """Run the seeds in `jobs` processes. Return the outcomes by rising seed."""
-    with multiprocessing.get_context("spawn").Pool(jobs, _prepare) as pool:
-        return list(pool.imap(_simulate, seeds, chunksize=8))
-
-
-def _prepare() -> None:
-    """Prepare a worker process. Trainers report faults as warnings, of which there are many. Runs leave few reference cycles."""
-    logging.disable(logging.ERROR)
-    gc.disable()
+    """Run the seeds in `jobs` processes, with a progress bar on stderr. Return the outcomes by rising seed."""
+    return run_many(seeds, _simulate, jobs)
 
 
 def _simulate(seed: int) -> Outcome:
