@@ -39,7 +39,7 @@ _MOST_SEEN = 100_000
 _BATCH = 512
 _REFRESH_SECONDS = 1.0
 _LATE_SECONDS = 60.0
-"""Only the store's clock decides when a window ends. The gateway refuses feedback that is later than this by its own clock."""
+"""Only the store's clock decides when a window ends. The gateway refuses feedback that is certainly later than this."""
 
 
 def read_feedback(body: Mapping[str, Any], caller: Caller, *, key: str | None = None) -> Feedback:
@@ -182,7 +182,7 @@ class FeedbackIntake:
         if metric.number(feedback.value) is None:
             allowed = "true or false" if metric.type == "boolean" else f"a number from {metric.lowest:g} to {metric.highest:g}"
             raise RequestMalformed(f"the value of the metric {metric.name!r} must be {allowed}.")
-        if time.time() - known.time / 1000 > metric.window + _LATE_SECONDS:
+        if time.monotonic() - known.since > metric.window + _LATE_SECONDS:
             raise InteractionExpired(f"the window of the metric {metric.name!r} ended; it is {metric.window:,} s long.")
         return feedback
 

@@ -5,6 +5,7 @@ The gateway adds its own interactions. Those of other gateways, and of its own e
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -21,8 +22,8 @@ _OLDEST = 7 * 86400.0
 class Known(NamedTuple):
     """The facts that are known about an interaction or an episode."""
 
-    time: int
-    """When it was answered, in milliseconds by a gateway's clock. For an episode, the latest of its interactions."""
+    since: float
+    """When it was answered, or some time later, by `time.monotonic`. For an episode, the latest of its interactions."""
     caller: str | None
     """The name of the caller that asked."""
 
@@ -49,18 +50,32 @@ class KnownIds:
         self._most = most
         self._inferences: OrderedDict[str, Known] = OrderedDict()
         self._episodes: OrderedDict[str, Known] = OrderedDict()
+        self._newest = -math.inf
         self._lock = threading.Lock()
         self._reading = threading.Lock()
 
-    def add(self, inference: str, time: int, episode: str | None, caller: str | None) -> None:
-        """Remember an interaction. When there are too many, the one that was added first is forgotten."""
+    def add(self, inference: str, episode: str | None, caller: str | None, *, age: float = 0.0) -> None:
+        """Remember an interaction. When there are too many, the one that was added first is forgotten.
+
+        Parameters
+        ----------
+        inference
+            Its id.
+        episode
+            The id of its episode, if it has one.
+        caller
+            The name of the caller that asked.
+        age
+            How many seconds ago it was answered, at least.
+        """
+        known = Known(time.monotonic() - age, caller)
         with self._lock:
-            self._inferences[inference] = Known(time, caller)
+            self._inferences[inference] = known
             if len(self._inferences) > self._most:
                 self._inferences.popitem(last=False)
             if episode is not None:
                 self._episodes.pop(episode, None)
-                self._episodes[episode] = Known(time, caller)
+                self._episodes[episode] = known
                 if len(self._episodes) > self._most:
                     self._episodes.popitem(last=False)
 
@@ -73,8 +88,12 @@ class KnownIds:
         return self._episodes.get(name)
 
     def refresh(self) -> None:
-        """Read the interactions that other sessions have stored since the last call. Raises errors of the store."""
+        """Read the interactions that other sessions have stored since the last call. Raises errors of the store.
+
+        Only the store's times tell how old they are, because the clocks of gateways may be wrong.
+        """
         with self._reading:
             for placed in self._reader.interactions():
+                self._newest = max(self._newest, placed.stored)
                 for one in placed.file.interactions:
-                    self.add(one.id, one.time, one.episode, one.caller)
+                    self.add(one.id, one.episode, one.caller, age=self._newest - placed.stored)

@@ -189,7 +189,7 @@ class Recorder:
         except ValueError as error:
             emit(self._on_event, "interaction-unusable", reason=str(error))
             return False
-        self._known.add(intent["id"], intent["time"], intent["episode"], intent["caller"])
+        self._known.add(intent["id"], intent["episode"], intent["caller"])
         return True
 
     def drop(self, name: str) -> None:

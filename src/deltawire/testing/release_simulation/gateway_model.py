@@ -129,7 +129,7 @@ class GatewayModel:
             What the gateway knows about it.
         """
         self.journal.add_intent(intent["id"], intent)
-        self.known.add(intent["id"], intent["time"], intent["episode"], intent["caller"])
+        self.known.add(intent["id"], intent["episode"], intent["caller"])
 
     def records(self, intent: dict[str, Any]) -> None:
         """Record an answer that is complete.

@@ -8,7 +8,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from ...gateway import feedback
+from ...gateway import feedback, known_ids
 from ...publish import channels
 from ...store import create_rule
 from ..fleet_simulation.kernel import Kernel
@@ -53,6 +53,7 @@ def virtual_time(random: Random) -> Iterator[VirtualTime]:
     time = VirtualTime()
     honest: list[tuple[Any, str, Any]] = [
         (feedback, "time", time),
+        (known_ids, "time", time),
         (channels, "create_and_look", partial(create_rule.create_and_look, sleep=sleep)),
         (create_rule, "random", random),
     ]
