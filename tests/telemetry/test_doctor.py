@@ -149,13 +149,19 @@ NOW = int(time.time()) + 0.5
 class Dated(WrappedStore):
     """A store whose clock, as the doctor measures it, stands still."""
 
-    def __init__(self, inner: Store, now: float = NOW) -> None:
+    def __init__(self, inner: Store, now: float) -> None:
         super().__init__(inner)
         self._now = datetime.fromtimestamp(now, timezone.utc)
 
     def head(self, key: str) -> ObjectInfo:
         info = self.inner.head(key)
         return replace(info, modified=self._now) if key.startswith(keys.PROBES) else info
+
+
+def look_later(store: Store, seconds: float) -> Found:
+    """Return the warnings of a doctor who looks this many seconds from now."""
+    then = time.time() + seconds
+    return look(Dated(store, then), "warning", clock=lambda: then)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +188,8 @@ def test_ages_are_judged_by_the_clock_of_the_store(shown: ShownRun) -> None:
     shown.beat("member-1")
     shown.board(lease_seconds=3600)
     shown.pin("reader-1", shown.seqs[-1])
-    found = look(Dated(shown.store), clock=lambda: NOW + 7200)
+    now = time.time()
+    found = look(Dated(shown.store, now), clock=lambda: now + 7200)
     assert {check for check, level, *_ in found if level not in ("ok", "note")} == {"clock"}
 
 
@@ -284,7 +291,7 @@ def test_members_that_lag_are_silent_or_failed_are_named(shown: ShownRun) -> Non
     assert found[0].endswith("broken left because of an error: no memory")
     assert "1 member up to 9 versions behind: late" in found
     assert any("the clocks of wrong-clock" in what for what in found)
-    later = look(Dated(shown.store, NOW + 30_000), "warning", clock=lambda: NOW + 30_000)
+    later = look_later(shown.store, 30_000)
     silent = [what for check, _, what, _ in later if check == "members" and "silent" in what]
     assert silent == ["2 members silent for up to 8.3 h: late, wrong-clock"]
 
@@ -293,10 +300,10 @@ def test_a_trainer_that_publishes_nothing_although_members_wait(shown: ShownRun)
     shown.beat("member-1")
     shown.board(lease_seconds=10**6)
     assert not [check for check, *_ in look(shown.store) if check == "trainer"]
-    later = look(Dated(shown.store, NOW + 5400), "warning", clock=lambda: NOW + 5400)
+    later = look_later(shown.store, 5400)
     assert [what.partition(",")[0] for check, _, what, _ in later if check == "trainer"] == ["nothing was published for 1.5 h"]
     shown.board(lease_seconds=10**6, stop=True)  # the run is over
-    assert not look(Dated(shown.store, NOW + 5400), "warning", clock=lambda: NOW + 5400)
+    assert not look_later(shown.store, 5400)
 
 
 def test_readers_and_engines_that_lag_or_failed_are_named(toy: ToyChain) -> None:
@@ -312,7 +319,7 @@ def test_readers_and_engines_that_lag_or_failed_are_named(toy: ToyChain) -> None
     told = {what.split(" ")[0]: level for check, level, what, _ in found if check == "engines"}
     assert told == {"engine-1": "wrong", "engine-2": "warning", "engine-3": "warning"}
     assert "1 reader up to 12 versions behind: reader-1" in [what for check, _, what, _ in found if check == "readers"]
-    later = look(Dated(store, NOW + 5000), "warning", clock=lambda: NOW + 5000)
+    later = look_later(store, 5000)
     silent = [what for check, _, what, _ in later if check == "readers"]
     assert silent == ["2 pins expired, so these readers ended or hang: reader-1, reader-2"]
 
