@@ -30,7 +30,7 @@ CANARY, OPEN = 450_000, 100_000
 """The shares of users who get the canary, and who stay with the first version, in parts per million."""
 AHEAD = 4
 """A version becomes a canary if it is this many training steps ahead of stable."""
-_PATIENCE = 120.0
+_PATIENCE = 600.0
 _LOOK = 0.2
 
 
@@ -215,9 +215,9 @@ class LiveDemo:
     def _end(self) -> None:
         for who, child in reversed(self._children.items()):  # the gateway ends before its engines
             child.leave()
-            if not child.join(30.0):
+            if not child.join(120.0):
                 self.story.failures.append(f"{who} did not end by itself")
                 child.kill()
-                child.join(30.0)
+                child.join(120.0)
         while not self._inbox.empty():
             self._listen(0.0)

@@ -64,7 +64,7 @@ class Crowd:
 
     async def _ask(self) -> None:
         limits = httpx.Limits(max_connections=2 * _AT_ONCE)
-        async with httpx.AsyncClient(base_url=self.url, timeout=120.0, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=600.0, limits=limits) as client:
             await asyncio.gather(*(self._user(client, random.Random(f"{self.seed}/{number}")) for number in range(_AT_ONCE)))
 
     async def _user(self, client: httpx.AsyncClient, draw: random.Random) -> None:

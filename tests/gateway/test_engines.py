@@ -75,7 +75,7 @@ def test_a_stream_that_breaks_off_ends_with_a_named_error_and_is_not_recorded(po
         assert (status, answer["choices"][0]["message"]["content"]) == (200, ANSWER)
         scene.wait_for(headers["x-deltawire-inference-id"])
         assert len(scene.ids()) == 1
-        assert "answer-failed" in scene.names()
+        wait_until(lambda: "answer-failed" in scene.names(), "the event")
 
 
 def test_no_request_is_refused_while_engines_restart_and_swap(policy: TinyPolicy, store: Store, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_no_request_is_refused_while_engines_restart_and_swap(policy: TinyPolicy
         scene.wait_for(*(name for _, name in answers[-8:]))
         ids = scene.ids()
         assert len(ids) == len(set(ids))
-        assert "engine-away" in scene.names()
+        wait_until(lambda: "engine-away" in scene.names(), "the event")
 
 
 def test_a_request_waits_for_an_engine_that_is_not_there_yet(policy: TinyPolicy, store: Store, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_answers_go_on_while_the_store_is_away_and_recording_stops_when_the_jour
                 assert scene.chat()[0] == 200
             name = scene.chat()[2]["x-deltawire-inference-id"]
             assert stored_interactions(inner) == []
-            assert "recording-waits" in scene.names()
+            wait_until(lambda: "recording-waits" in scene.names(), "a failed upload")
             status, answer, _ = scene.post("/feedback", {"inference_id": name, "metric_name": "thumbs", "value": True})
             assert (status, answer["error"]["type"]) == (404, "InteractionUnknown")  # it is not recorded
             away.is_away = False
