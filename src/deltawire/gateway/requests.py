@@ -38,7 +38,7 @@ class AskedFor:
     episode
         The id of the episode. None if the request names none.
     user
-        Who asks, in the caller's words. None if not known.
+        The name that the caller gives the user who asks. None if it gives none.
     caller
         The owner of the API key.
     train

@@ -32,7 +32,7 @@ class Reason:
     why
         Why the channel is moved: one line of at most 2,000 characters.
     by
-        Who moves it. None means this user on this host.
+        The name of the person or program that moves it. None means this user on this host.
     """
 
     why: str = ""
