@@ -78,6 +78,13 @@ def test_a_seed_gives_the_same_run_in_every_process() -> None:
     assert json.loads(b"{" + summary)["failed"] == []
 
 
+def test_the_command_runs_seeds_in_worker_processes() -> None:
+    done = subprocess.run([*COMMAND, "--first", "1", "--seeds", "2", "--jobs", "2", "--json"], capture_output=True, check=True)
+    summary = json.loads(done.stdout)
+    assert (summary["seeds"], summary["failed"]) == (2, [])
+    assert summary["counts"]["trained"] > 0
+
+
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -205,7 +212,7 @@ def test_the_simulation_finds_every_broken_rule(break_it: Break, violation: str,
 def test_a_failing_seed_is_printed_with_the_command_that_replays_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "run_many", lambda seeds, one, jobs: [replace(simulate(seed), violation="it broke") for seed in seeds])
+    monkeypatch.setattr(command, "simulate_many", lambda seeds, jobs: [replace(simulate(seed), violation="it broke") for seed in seeds])
     monkeypatch.setattr(sys, "argv", ["simulation", "--seeds", "1", "--first", "1"])
     assert command.main() == 1
     printed = capsys.readouterr().out

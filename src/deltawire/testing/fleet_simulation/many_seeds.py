@@ -6,7 +6,9 @@ import gc
 import logging
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -27,6 +29,13 @@ class SeedOutcome(Protocol):
 
 
 _Outcome = TypeVar("_Outcome", bound=SeedOutcome)
+
+_SEEDS_TOGETHER = 4
+"""A worker process gets this many seeds at a time."""
+
+
+class WorkerDied(RuntimeError):
+    """A worker process ended before it had run its seeds."""
 
 
 class Fleet(NamedTuple):
@@ -53,26 +62,41 @@ def simulate_many(seeds: range, fleet: Fleet, jobs: int) -> list[Outcome]:
 def run_many(seeds: range, simulate_one: Callable[[int], _Outcome], jobs: int) -> list[_Outcome]:
     """Run the seeds of any simulation in `jobs` processes, with a progress bar on stderr. Return the outcomes by rising seed.
 
+    An error of `simulate_one` ends the runs, and is raised. Raise `WorkerDied` if a process ends early, or cannot load `simulate_one`.
+
     Parameters
     ----------
     seeds
         The seeds.
     simulate_one
-        Runs one seed. It is a function of a module, or a `partial` of one.
+        Runs one seed. It is a function of a module, or a `partial` of one, but not of `__main__`, which worker processes do not have.
     jobs
         How many processes to use.
     """
     outcomes: list[_Outcome] = []
-    failures = 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     context = multiprocessing.get_context("spawn")
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar, context.Pool(jobs, _prepare) as pool:
+    with (
+        Progress(*columns, console=Console(stderr=True), transient=True) as bar,
+        ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare) as pool,
+    ):
         task = bar.add_task("simulating", total=len(seeds))
-        for outcome in pool.imap_unordered(simulate_one, seeds, chunksize=4):
-            outcomes.append(outcome)
-            failures += outcome.violation is not None
-            bar.update(task, advance=1, description=f"simulating, {failures} failed" if failures else None)
+        parts = [seeds[first : first + _SEEDS_TOGETHER] for first in range(0, len(seeds), _SEEDS_TOGETHER)]
+        try:
+            for part in as_completed([pool.submit(_simulate_part, simulate_one, part) for part in parts]):
+                outcomes += part.result()
+                failures = sum(one.violation is not None for one in outcomes)
+                bar.update(task, completed=len(outcomes), description=f"simulating, {failures} failed" if failures else None)
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            if isinstance(error, BrokenProcessPool):
+                raise WorkerDied("a worker process ended before it had run its seeds; --trace runs them in one process.") from error
+            raise
     return sorted(outcomes, key=lambda one: one.seed)
+
+
+def _simulate_part(simulate_one: Callable[[int], _Outcome], seeds: Sequence[int]) -> list[_Outcome]:
+    return [simulate_one(seed) for seed in seeds]
 
 
 def _prepare() -> None:

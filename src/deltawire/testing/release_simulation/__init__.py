@@ -7,6 +7,7 @@ reward is what an independent join gives; acknowledged feedback is in the store;
 their channel; a gate promotes no bad canary, and has evidence for its moves. When the faults end, everything comes to rest.
 
 scenario       makes a run from a seed: processes, network, faults
+many_seeds     runs many seeds, also in several processes
 live_world     all parts of one run
 users          ask gateways, and give feedback
 gateway_model  a gateway without HTTP

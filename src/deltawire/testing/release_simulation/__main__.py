@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import logging
 import os
 import sys
 import time
@@ -13,8 +11,8 @@ from collections import Counter
 
 from rich.console import Console
 
-from ..fleet_simulation.many_seeds import run_many
-from .scenario import Outcome, simulate
+from .many_seeds import simulate_many, simulate_traced
+from .scenario import Outcome
 
 _MOST_PRINTED = 10
 """Largest number of failing seeds that are printed."""
@@ -33,7 +31,7 @@ def main() -> int:
         parser.error("--seeds must be at least 1")
     seeds = range(chosen.first, chosen.first + chosen.seeds)
     started = time.monotonic()
-    outcomes = [simulate_seed(seed, traced=True) for seed in seeds] if chosen.trace else run_many(seeds, simulate_seed, chosen.jobs)
+    outcomes = simulate_traced(seeds) if chosen.trace else simulate_many(seeds, chosen.jobs)
     failed = [one for one in outcomes if one.violation is not None]
     summary = _summary(outcomes, time.monotonic() - started)
     if chosen.json:
@@ -41,23 +39,6 @@ def main() -> int:
     else:
         _print(summary, failed)
     return 1 if failed else 0
-
-
-def simulate_seed(seed: int, *, traced: bool = False) -> Outcome:
-    """Run one seed without the log lines of the product.
-
-    Parameters
-    ----------
-    seed
-        The seed.
-    traced
-        Whether every event is printed on stdout.
-    """
-    logging.getLogger("deltawire").setLevel(logging.CRITICAL)
-    outcome = simulate(seed, trace=(lambda line: print(line)) if traced else None)
-    if seed % 16 == 0:
-        gc.collect()
-    return outcome
 
 
 def _summary(outcomes: list[Outcome], seconds: float) -> dict[str, object]:
