@@ -8,6 +8,7 @@ acknowledged result that is still valid is lost, and no stale, abandoned or fore
 reaches its last step.
 
 scenario       makes a run from a seed: members, network, faults
+faults         faults of store, network and trainers
 world          all parts of one run
 kernel         virtual time, processes and their threads
 trainer_model  a trainer around the real coordinator

@@ -10,6 +10,15 @@ from random import Random
 from ...fleet.options import FleetOptions
 from ...fleet.rules.staleness import StalenessBudget
 from .engine_model import EngineModel
+from .faults import (
+    degrade_network,
+    disconnect_trainer,
+    freeze_trainer,
+    kill_trainer,
+    kill_trainer_soon,
+    start_second_trainer,
+    store_down,
+)
 from .misbehaviour import KINDS, Misbehaviour
 from .oracle import Violation
 from .parse_cache import cached_parsing
@@ -266,61 +275,11 @@ def _join(world: World) -> None:
         join(world, rogue=world.random.random() < 0.3)
 
 
-def _degrade_network(world: World) -> None:
-    network, draw = world.network, world.random.random
-    network.lost, network.unanswered, network.landing_late = 0.2 * draw(), 0.2 * draw(), 0.1 * draw()
-    network.stale_hints = 0.5 * draw()
-    world.log("", f"the network degrades: {network}")
-    world.kernel.later(60 * draw(), network.clear)
-
-
-def _store_down(world: World) -> None:
-    world.log("", "the store is down")
-    world.network.down = True
-    world.kernel.later(60 * world.random.random(), setattr, world.network, "down", False)
-
-
 def _step_clock(world: World) -> None:
     """Set the store's clock forward or back, by up to ten years."""
     seconds = world.random.choice([-3e8, -3e7, -7200.0, -30.0, 30.0, 7200.0, 3e7, 3e8])
     world.log("", f"the store's clock is set by {seconds:+g} seconds")
     world.store.objects.clock_shift += seconds
-
-
-def _kill_trainer(world: World) -> None:
-    world.kill_trainer(30 * world.random.random())
-
-
-def _kill_trainer_soon(world: World) -> None:
-    if world.trainers:
-        world.kill_after(world.trainers[-1].process, world.random.randrange(60))
-
-
-def _freeze_trainer(world: World) -> None:
-    """Freeze the trainer. Often another trainer takes over before it wakes up."""
-    if not world.trainers:
-        return
-    process = world.trainers[-1].process
-    world.log(process.name, "freezes")
-    process.freeze()
-    asleep = 120 * world.random.random()
-    world.kernel.later(asleep, process.wake)
-    if world.random.random() < 0.7:
-        world.kernel.later(asleep * world.random.random(), _start_second_trainer, world)
-
-
-def _disconnect_trainer(world: World) -> None:
-    if world.trainers:
-        process = world.trainers[-1].process
-        world.log(process.name, "is disconnected")
-        process.cut_off = True
-        world.kernel.later(60 * world.random.random(), setattr, process, "cut_off", False)
-
-
-def _start_second_trainer(world: World) -> None:
-    """Start a second trainer while the first one still runs."""
-    if not world.finished:
-        world.start_trainer()
 
 
 _FAULTS: tuple[Callable[[World], None], ...] = (
@@ -333,19 +292,19 @@ _FAULTS: tuple[Callable[[World], None], ...] = (
     _slow_down_member,
     _tell_member_to_leave,
     _join,
-    _degrade_network,
-    _degrade_network,
-    _store_down,
+    degrade_network,
+    degrade_network,
+    store_down,
     _step_clock,
     _step_clock,
-    _kill_trainer,
-    _kill_trainer_soon,
-    _kill_trainer_soon,
-    _kill_trainer_soon,
-    _freeze_trainer,
-    _freeze_trainer,
-    _disconnect_trainer,
-    _start_second_trainer,
+    kill_trainer,
+    kill_trainer_soon,
+    kill_trainer_soon,
+    kill_trainer_soon,
+    freeze_trainer,
+    freeze_trainer,
+    disconnect_trainer,
+    start_second_trainer,
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -102,8 +103,10 @@ class World:
         The trainers in the order of their start.
     checkpoints
         The saved checkpoints by step.
+    is_trained
+        Whether the last training step is published.
     finished
-        Whether the run has reached its last step.
+        Whether the run has reached its end.
     faults_over
         Whether no more faults happen.
     trace
@@ -127,6 +130,7 @@ class World:
     members: dict[str, Member] = field(default_factory=dict)
     trainers: list[Trainer] = field(default_factory=list)
     checkpoints: dict[int, History] = field(default_factory=dict)
+    is_trained: bool = False
     finished: bool = False
     faults_over: bool = False
     trace: Callable[[str], None] | None = None
@@ -162,32 +166,40 @@ class World:
         if steps:
             resume_step = steps[-1] if self.faults_over or self.random.random() < 0.6 else self.random.choice(steps)
         process = Process(f"trainer{len(self.trainers)}", self.kernel, self.perform)
-        model = TrainerModel(
-            plan=self.plan,
-            chain=self.chain,
-            objects=self.store.objects,
-            oracle=self.oracle,
-            checkpoints=self.checkpoints,
-            draw_nonce=self.draw_nonce,
-            clock=self.clock(self._offset()),
-            ticks=lambda: self.kernel.now,
-            spawn=lambda steps: process.start(steps, lambda value, error: self._thread_of_trainer_ended(process, error)),
-        )
+        model = self.make_trainer(process)
         trainer = Trainer(process, model)
         self.trainers.append(trainer)
         self.log(process.name, f"starts from step {resume_step}")
         process.start(model.program(resume_step), lambda value, error: self._trainer_ended(trainer, error))
 
+    def make_trainer(self, process: Process) -> TrainerModel:
+        """Return a new trainer. Other kinds of runs have other trainers."""
+        return TrainerModel(**self.trainer_parts(process))
+
+    def trainer_parts(self, process: Process) -> dict[str, Any]:
+        """Return the arguments of `TrainerModel`."""
+        return {
+            "plan": self.plan,
+            "chain": self.chain,
+            "objects": self.store.objects,
+            "oracle": self.oracle,
+            "checkpoints": self.checkpoints,
+            "draw_nonce": self.draw_nonce,
+            "clock": self.clock(self._offset()),
+            "ticks": lambda: self.kernel.now,
+            "spawn": lambda steps: process.start(steps, partial(self._service_thread_ended, process.name)),
+        }
+
     def supervise_trainer(self) -> None:
         """Start a trainer if the last one has ended."""
-        if not self.finished and (not self.trainers or self.trainers[-1].ended or not self.trainers[-1].process.alive):
+        if not self.is_trained and (not self.trainers or self.trainers[-1].ended or not self.trainers[-1].process.alive):
             self.start_trainer()
 
     def _trainer_ended(self, trainer: Trainer, error: Exception | None) -> None:
         trainer.ended = True
         self.log(trainer.process.name, f"ends: {error!r}" if error else "has finished")
         if error is None:
-            self.finished = True
+            self.trainer_finished()
         elif isinstance(error, Violation):
             raise error
         elif isinstance(error, Fenced):
@@ -197,9 +209,15 @@ class World:
         else:
             raise unexpected(trainer.process.name, error)
 
-    def _thread_of_trainer_ended(self, process: Process, error: Exception | None) -> None:
+    def trainer_finished(self) -> None:
+        """Note that the last step is published, which is the end of the run."""
+        self.is_trained = self.finished = True
+
+    def _service_thread_ended(self, name: str, value: Any, error: Exception | None) -> None:
+        if isinstance(error, Violation):
+            raise error
         if error is not None:
-            raise unexpected(process.name, error)
+            raise unexpected(name, error)
 
     def kill_trainer(self, restart_after: float) -> None:
         """Kill the last trainer, and start another one after a while."""

@@ -11,12 +11,13 @@ from ...fleet.rules.staleness import StalenessBudget
 from ...format.feedback import FeedbackFile
 from ...format.interactions import Interactions
 from ..fleet_simulation.engine_model import EngineModel
+from ..fleet_simulation.faults import start_second_trainer
 from ..fleet_simulation.kernel import Process
 from ..fleet_simulation.oracle import Violation
 from ..fleet_simulation.parse_cache import cached_parsing
 from ..fleet_simulation.store_model import Network
 from ..fleet_simulation.trainer_model import Plan
-from ..fleet_simulation.world import Member, Trainer, World
+from ..fleet_simulation.world import Member, World
 from .live_oracle import LiveOracle
 from .live_trainer import LiveTrainerModel
 from .users import Traffic
@@ -69,30 +70,8 @@ class LiveWorld(World):
         World.__post_init__(self)
         self.oracle = LiveOracle(self.plan.run, self.chain, self.store.objects, self.plan.budget)
 
-    def start_trainer(self) -> None:
-        """Start a trainer. It resumes from the newest checkpoint, or from an earlier one that the fleet must still support."""
-        oldest = self.chain.highest_step - self.plan.options.keep_steps
-        steps = sorted(step for step in self.checkpoints if step >= oldest)
-        resume_step = 0
-        if steps:
-            resume_step = steps[-1] if self.faults_over or self.random.random() < 0.6 else self.random.choice(steps)
-        process = Process(f"trainer{len(self.trainers)}", self.kernel, self.perform)
-        model = LiveTrainerModel(
-            plan=self.plan,
-            chain=self.chain,
-            objects=self.store.objects,
-            oracle=self.oracle,
-            checkpoints=self.checkpoints,
-            draw_nonce=self.draw_nonce,
-            clock=self.clock(self._offset()),
-            ticks=lambda: self.kernel.now,
-            spawn=lambda steps: process.start(steps, lambda value, error: self._thread_of_trainer_ended(process, error)),
-            most=self.most,
-        )
-        trainer = Trainer(process, model)
-        self.trainers.append(trainer)
-        self.log(process.name, f"starts from step {resume_step}")
-        process.start(model.program(resume_step), lambda value, error: self._trainer_ended(trainer, error))
+    def make_trainer(self, process: Process) -> LiveTrainerModel:
+        return LiveTrainerModel(**self.trainer_parts(process), most=self.most)
 
 
 def simulate(seed: int, *, trace: Callable[[str], None] | None = None) -> Outcome:
@@ -149,21 +128,16 @@ def _plan_fault(world: LiveWorld, random: Random) -> None:
     elif kind == "request":
         world.kernel.later(at, lambda: world.kill_after(world.trainers[-1].process, random.randrange(30)))
     elif kind == "replace":
-        world.kernel.later(at, _replace, world)  # the one before continues, and does not know
+        world.kernel.later(at, start_second_trainer, world)  # the one before continues, and does not know
     else:
         world.kernel.later(at, _freeze, world, random.uniform(5, 120))
-
-
-def _replace(world: LiveWorld) -> None:
-    if not world.finished:
-        world.start_trainer()
 
 
 def _freeze(world: LiveWorld, seconds: float) -> None:
     process = world.trainers[-1].process
     process.freeze()
     world.kernel.later(seconds, process.wake)
-    world.kernel.later(seconds / 2, _replace, world)
+    world.kernel.later(seconds / 2, start_second_trainer, world)
 
 
 def _end_faults(world: LiveWorld) -> None:

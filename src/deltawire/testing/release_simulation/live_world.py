@@ -6,22 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
-from ...errors import Fenced
-from ...fleet.steps.requests import FindVersion, Wait
 from ...format.feedback import Feedback, FeedbackFile
 from ...format.records.live_records import Metric
 from ...live.gate_rules import GatePolicy
 from ...store import live_keys
 from ...store.live_keys import LiveKey
-from ...store.requests import Put, Sleep
-from ..fleet_simulation.kernel import Kernel, Process, VirtualThread
-from ..fleet_simulation.oracle import History, Oracle, Violation
-from ..fleet_simulation.store_model import Network, StoreModel
-from ..fleet_simulation.trainer_model import ExternalAction, Plan
-from ..fleet_simulation.world import ResumeOnce, unexpected
+from ...store.requests import Put
+from ..fleet_simulation.kernel import Process
+from ..fleet_simulation.oracle import Oracle
+from ..fleet_simulation.world import World
 from .blocking import blocking_steps
 from .gateway_model import GatewayModel
 from .live_chain import LiveChain
@@ -57,29 +52,12 @@ class Service:
     process: Process | None = None
 
 
-@dataclass(slots=True)
-class LiveTrainer:
-    """A trainer process. The one that was started last is meant to run."""
-
-    process: Process
-    model: LiveTrainerModel
-    ended: bool = False
-
-
-@dataclass(slots=True)
-class LiveWorld:
-    """All parts of a run. The settings and the random numbers determine everything that happens.
+@dataclass(slots=True, kw_only=True)
+class LiveWorld(World):
+    """All parts of a run, beside those of every fleet. The settings and the random numbers determine everything that happens.
 
     Parameters
     ----------
-    random
-        The source of all random numbers.
-    plan
-        What the trainers are to do.
-    network
-        How fast and how reliable the network is.
-    granularity
-        The store shows times in multiples of this many seconds.
     metrics
         The metrics of the run.
     retention
@@ -94,14 +72,8 @@ class LiveWorld:
         The directory of journals.
     time
         The time that code without a clock of its own sees.
-    trace
-        Called with one line for every event.
     """
 
-    random: Random
-    plan: Plan
-    network: Network
-    granularity: float
     metrics: tuple[Metric, ...]
     retention: float
     live_tasks: int
@@ -109,111 +81,48 @@ class LiveWorld:
     bad_versions: float
     folder: Path
     time: VirtualTime
-    trace: Callable[[str], None] | None = None
-    kernel: Kernel = field(default_factory=Kernel)
     gateways: list[GatewayModel] = field(default_factory=list)
     followers: list[Follower] = field(default_factory=list)
     services: dict[str, Service] = field(default_factory=dict)
-    trainers: list[LiveTrainer] = field(default_factory=list)
-    checkpoints: dict[int, History] = field(default_factory=dict)
     drawn: dict[str, Any] = field(default_factory=dict)
     tried: set[str] = field(default_factory=set)
-    is_trained: bool = False
-    finished: bool = False
-    faults_over: bool = False
     chain: LiveChain = field(init=False)
-    store: StoreModel = field(init=False)
-    oracle: LiveOracle = field(init=False)
+    live: LiveOracle = field(init=False)
     users: Users = field(init=False)
-    _deaths_due: dict[str, int] = field(default_factory=dict)
     _started: int = 0
 
     def __post_init__(self) -> None:
-        self.store = StoreModel(self.kernel, self.random, self.network, granularity=self.granularity)
+        World.__post_init__(self)
         self.chain = LiveChain(self.random, self.store.objects, self.plan.run)
-        fleet = Oracle(self.plan.run, self.chain, self.store.objects, self.plan.budget, trainers_own=LIVE)
-        self.oracle = LiveOracle(self.plan.run, self.chain, self.store.objects, fleet, self.metrics)
+        self.oracle = Oracle(self.plan.run, self.chain, self.store.objects, self.plan.budget, trainers_own=LIVE)
+        self.live = LiveOracle(self.plan.run, self.chain, self.store.objects, self.oracle, self.metrics)
         self.chain.appended = lambda version: self._judge_version(str(version.digest))
         self.users = Users(self, self.random)
         self.time.kernel = self.kernel
-        if self.trace is not None:
-            self.store.trace = self.log
-
-    def log(self, process: str, text: str) -> None:
-        """Write a line of the trace."""
-        if self.trace is not None:
-            self.trace(f"{self.kernel.now:10.3f}  {process:<12} {text}")
 
     def is_bad(self, seq: int) -> bool:
         """Return whether users dislike a version."""
         known = self.chain.find(seq)
-        return known is not None and str(known.digest) in self.oracle.bad
+        return known is not None and str(known.digest) in self.live.bad
 
     def _judge_version(self, digest: str) -> None:
         """Decide whether users will like a new version. They like the first."""
-        if self.oracle.counts["versions"] and self.random.random() < self.bad_versions:
-            self.oracle.bad.add(digest)
-        self.oracle.counts["versions"] += 1
+        if self.live.counts["versions"] and self.random.random() < self.bad_versions:
+            self.live.bad.add(digest)
+        self.live.counts["versions"] += 1
 
     # Trainers
 
-    def start_trainer(self) -> None:
-        """Start a trainer. It resumes from the newest checkpoint, or from an earlier one that the fleet must still support."""
-        oldest = self.chain.highest_step - self.plan.options.keep_steps
-        steps = sorted(step for step in self.checkpoints if step >= oldest)
-        resume_step = 0
-        if steps:
-            resume_step = steps[-1] if self.faults_over or self.random.random() < 0.6 else self.random.choice(steps)
-        process = Process(f"trainer{len(self.trainers)}", self.kernel, self.perform)
-        model = LiveTrainerModel(
-            plan=self.plan,
-            chain=self.chain,
-            objects=self.store.objects,
-            oracle=self.oracle.fleet,
-            checkpoints=self.checkpoints,
-            draw_nonce=lambda: f"{self.random.getrandbits(128):032x}",
-            clock=partial(self._clock, self.random.choice([0.0, 3600.0, -3600.0])),
-            ticks=lambda: self.kernel.now,
-            spawn=lambda steps: process.start(steps, partial(self._thread_ended, process.name)),
-            live=self.oracle,
-            metrics=self.metrics,
-            retention=self.retention,
-            most=self.live_tasks,
+    def make_trainer(self, process: Process) -> LiveTrainerModel:
+        return LiveTrainerModel(
+            **self.trainer_parts(process), live=self.live, metrics=self.metrics, retention=self.retention, most=self.live_tasks
         )
-        trainer = LiveTrainer(process, model)
-        self.trainers.append(trainer)
-        self.log(process.name, f"starts from step {resume_step}")
-        process.start(model.program(resume_step), lambda value, error: self._trainer_ended(trainer, error))
 
-    def supervise_trainer(self) -> None:
-        """Start a trainer if the last one has ended."""
-        if not self.is_trained and (not self.trainers or self.trainers[-1].ended or not self.trainers[-1].process.alive):
-            self.start_trainer()
+    def trainer_finished(self) -> None:
+        self.is_trained = True
 
-    def kill_trainer(self, restart_after: float) -> None:
-        """Kill the last trainer, and start another one after a while."""
-        if self.trainers:
-            self.log(self.trainers[-1].process.name, "is killed")
-            self.trainers[-1].process.kill()
-            self.kernel.later(restart_after, self.supervise_trainer)
-
-    def _trainer_ended(self, trainer: LiveTrainer, error: Exception | None) -> None:
-        trainer.ended = True
-        self.log(trainer.process.name, f"ends: {error!r}" if error else "has finished")
-        if error is None:
-            self.is_trained = True
-        elif isinstance(error, Violation):
-            raise error
-        elif isinstance(error, Fenced):
-            self.kernel.later(5.0, self.supervise_trainer)
-        else:
-            raise unexpected(trainer.process.name, error)
-
-    def _thread_ended(self, name: str, value: Any, error: Exception | None) -> None:
-        if isinstance(error, Violation):
-            raise error
-        if error is not None:
-            raise unexpected(name, error)
+    def _offset(self) -> float:
+        return self.random.choice([0.0, 3600.0, -3600.0])
 
     # Other processes
 
@@ -227,7 +136,7 @@ class LiveWorld:
             self.kernel,
             self.plan.run,
             self.drawn,
-            lambda name: self.oracle.records(name, self.kernel.now),
+            lambda name: self.live.records(name, self.kernel.now),
             flush=flush,
             offset=offset,
             entered=self.time.enter,
@@ -235,13 +144,13 @@ class LiveWorld:
         self.gateways.append(gateway)
 
         def start(process: Process) -> None:
-            gateway.start(process, f"{name}.{self.random.getrandbits(64):016x}", partial(self._thread_ended, name))
+            gateway.start(process, f"{name}.{self.random.getrandbits(64):016x}", partial(self._service_thread_ended, name))
 
         self._serve(Service(name, start, gateway.kill))
 
     def add_follower(self, channel: str, fetch_seconds: float) -> None:
         """Add an engine that follows a channel."""
-        follower = Follower(f"engine{len(self.followers)}", channel, self.oracle.serves, fetch_seconds)
+        follower = Follower(f"engine{len(self.followers)}", channel, self.live.serves, fetch_seconds)
         self.followers.append(follower)
         self._serve(
             Service(
@@ -283,7 +192,7 @@ class LiveWorld:
             self.kernel.later(restart_after, self.start_service, service)
 
     def _start_blocking(self, process: Process, work: Callable[[], None]) -> None:
-        process.start(blocking_steps(work), partial(self._thread_ended, process.name))
+        process.start(blocking_steps(work), partial(self._service_thread_ended, process.name))
 
     def stop(self) -> None:
         """End all processes, after the run."""
@@ -307,62 +216,21 @@ class LiveWorld:
 
     def check_end(self) -> None:
         """Look from time to time whether the run has reached its end."""
-        waiting = self.oracle.waiting_since()
+        waiting = self.live.waiting_since()
         is_stored = waiting is None or waiting[1] > self.kernel.now - UPLOAD_SECONDS
         head = self.chain.head()
         is_tried = head is not None and str(head.digest) in self.tried
-        is_settled = self.oracle.is_settled((one.channel, one.serving) for one in self.followers)
+        is_settled = self.live.is_settled((one.channel, one.serving) for one in self.followers)
         if self.faults_over and self.is_trained and is_stored and is_tried and is_settled:
             self.finished = True
         else:
             self.kernel.later(10.0, self.check_end)
 
-    # Requests of processes
-
-    def perform(self, thread: VirtualThread, request: Any) -> None:
-        """Answer a request of any process after some time."""
-        match request:
-            case Sleep(seconds):
-                self.kernel.later(seconds, thread.resume, None)
-            case Wait(signal, seen, seconds):
-                answer = ResumeOnce(self.kernel, thread)
-                signal.call_once(seen, answer)
-                self.kernel.later(seconds, answer)
-            case ExternalAction():
-                self.kernel.later(request.seconds, self._do, thread, request)
-            case FindVersion(seq):
-                self.kernel.later(self.network.delay, lambda: thread.resume(self.chain.find(seq)))
-            case _:
-                self.store.submit(thread, request)
-        name = thread.process.name
-        if name in self._deaths_due:
-            self._deaths_due[name] -= 1
-            if self._deaths_due[name] < 0:
-                del self._deaths_due[name]
-                self.kernel.later(0.0, self._die, thread.process)  # a generator cannot close itself while it runs
-
-    def kill_after(self, process: Process, requests: int) -> None:
-        """Kill a process right after it has sent this many further requests."""
-        self._deaths_due[process.name] = requests
-
     def _die(self, process: Process) -> None:
         if process.name in self.services:
             self.kill_service(self.services[process.name], 5.0)
-        elif process is self.trainers[-1].process:
-            self.kill_trainer(5.0)
         else:
-            process.kill()
-
-    def _do(self, thread: VirtualThread, request: ExternalAction) -> None:
-        try:
-            answer = request.action()
-        except Fenced as error:
-            self.kernel.later(request.seconds, thread.fail, error)
-        else:
-            self.kernel.later(request.seconds, thread.resume, answer)
-
-    def _clock(self, offset: float) -> int:
-        return int(self._seconds(offset) * 1000)
+            World._die(self, process)
 
     def _seconds(self, offset: float) -> float:
         return 1_600_000_000 + self.kernel.now + offset

@@ -17,6 +17,14 @@ from ...format.records.gate_records import GateRecord
 from ...format.records.live_records import Metric
 from ...format.records.version_records import Commit
 from ...live.gate_rules import GatePolicy, Limit
+from ..fleet_simulation.faults import (
+    degrade_network,
+    freeze_trainer,
+    kill_trainer,
+    kill_trainer_soon,
+    start_second_trainer,
+    store_down,
+)
 from ..fleet_simulation.oracle import Violation
 from ..fleet_simulation.parse_cache import cached_parsing
 from ..fleet_simulation.store_model import Network
@@ -93,7 +101,7 @@ def simulate(seed: int, *, trace: Callable[[str], None] | None = None) -> Outcom
         seconds=world.kernel.now,
         events=world.kernel.events,
         trainers=len(world.trainers),
-        counts=dict(world.oracle.counts),
+        counts=dict(world.live.counts),
     )
 
 
@@ -122,15 +130,15 @@ def _world(random: Random, folder: Path, time: VirtualTime, trace: Callable[[str
         random,
         plan,
         network,
-        random.choice([0.0, 0.0, 1.0]),
-        (thumbs, rating) if random.random() < 0.7 else (thumbs,),
-        random.choice([100.0, 600.0, 86400.0]),
-        random.randint(2, 6),
-        GatePolicy((Limit.parse("thumbs:-0.5", must_hold=True),), alpha=0.1, min_answers=8, max_seconds=600.0),
-        random.choice([0.0, 0.4, 0.8]),
-        folder,
-        time,
-        trace,
+        granularity=random.choice([0.0, 0.0, 1.0]),
+        metrics=(thumbs, rating) if random.random() < 0.7 else (thumbs,),
+        retention=random.choice([100.0, 600.0, 86400.0]),
+        live_tasks=random.randint(2, 6),
+        policy=GatePolicy((Limit.parse("thumbs:-0.5", must_hold=True),), alpha=0.1, min_answers=8, max_seconds=600.0),
+        bad_versions=random.choice([0.0, 0.4, 0.8]),
+        folder=folder,
+        time=time,
+        trace=trace,
     )
     for _ in range(random.choice([1, 2, 2, 3])):
         world.add_gateway(random.choice([4.0, 8.0]), random.choice(_OFFSETS))
@@ -158,7 +166,7 @@ def _run(world: LiveWorld) -> None:
 
 
 def _explain_end(world: LiveWorld) -> None:
-    waiting = world.oracle.waiting_since()
+    waiting = world.live.waiting_since()
     if waiting is not None and waiting[1] < world.kernel.now - UPLOAD_SECONDS:
         raise Violation(f"interaction {waiting[0]} was recorded at {waiting[1]:.0f} s, but never stored.")
     head = world.chain.head()
@@ -166,7 +174,7 @@ def _explain_end(world: LiveWorld) -> None:
     if not world.is_trained:
         raise Violation(f"the run does not go on: {at}.")
     serving = {one.name: (one.channel, one.serving) for one in world.followers}
-    moves = {name: [(move.kind, move.target.seq) for move in moves[-3:]] for name, moves in world.oracle.moves.items()}
+    moves = {name: [(move.kind, move.target.seq) for move in moves[-3:]] for name, moves in world.live.moves.items()}
     raise Violation(f"channels do not come to rest, or followers do not get there: {at}, moves end with {moves}, engines serve {serving}.")
 
 
@@ -220,51 +228,11 @@ def _forget_answers(world: LiveWorld) -> None:
     world.drawn.clear()
 
 
-def _degrade_network(world: LiveWorld) -> None:
-    network, draw = world.network, world.random.random
-    network.lost, network.unanswered, network.landing_late = 0.2 * draw(), 0.2 * draw(), 0.1 * draw()
-    network.stale_hints = 0.5 * draw()
-    world.log("", f"the network degrades: {network}")
-    world.kernel.later(60 * draw(), network.clear)
-
-
-def _store_down(world: LiveWorld) -> None:
-    world.log("", "the store is down")
-    world.network.down = True
-    world.kernel.later(60 * world.random.random(), setattr, world.network, "down", False)
-
-
 def _step_clock(world: LiveWorld) -> None:
     """Set the store's clock forward."""
     seconds = world.random.choice([20.0, 600.0, 7200.0])
     world.log("", f"the store's clock is set by {seconds:+g} seconds")
     world.store.objects.clock_shift += seconds
-
-
-def _kill_trainer(world: LiveWorld) -> None:
-    world.kill_trainer(30 * world.random.random())
-
-
-def _kill_trainer_soon(world: LiveWorld) -> None:
-    if world.trainers:
-        world.kill_after(world.trainers[-1].process, world.random.randrange(60))
-
-
-def _freeze_trainer(world: LiveWorld) -> None:
-    """Freeze the trainer. Often another trainer takes over before it wakes up."""
-    process = world.trainers[-1].process
-    world.log(process.name, "freezes")
-    process.freeze()
-    asleep = 120 * world.random.random()
-    world.kernel.later(asleep, process.wake)
-    if world.random.random() < 0.7:
-        world.kernel.later(asleep * world.random.random(), _start_second_trainer, world)
-
-
-def _start_second_trainer(world: LiveWorld) -> None:
-    """Start a second trainer while the first one still runs."""
-    if not world.is_trained:
-        world.start_trainer()
 
 
 _FAULTS: tuple[Callable[[LiveWorld], None], ...] = (
@@ -275,14 +243,14 @@ _FAULTS: tuple[Callable[[LiveWorld], None], ...] = (
     _kill_service_soon,
     _disconnect_service,
     _forget_answers,
-    _degrade_network,
-    _degrade_network,
-    _store_down,
+    degrade_network,
+    degrade_network,
+    store_down,
     _step_clock,
-    _kill_trainer,
-    _kill_trainer_soon,
-    _kill_trainer_soon,
-    _freeze_trainer,
-    _start_second_trainer,
+    kill_trainer,
+    kill_trainer_soon,
+    kill_trainer_soon,
+    freeze_trainer,
+    start_second_trainer,
     LiveWorld.vandalise,
 )

@@ -85,7 +85,7 @@ class Users:
         ended = engine.serving
         spans = ((0, 3, began),) if ended == began else ((0, 1, began), (1, 3, ended))
         answer = Answer(intent["id"], intent["train"], prompt, tokens, spans, intent["caller"], intent["episode"])
-        self.world.oracle.answers[answer.id] = answer
+        self.world.live.answers[answer.id] = answer
         choice = {
             "token_ids": list(tokens),
             "logprobs": {"token_logprobs": [-0.5] * 3},
@@ -157,11 +157,11 @@ class Users:
             if error is None:
                 if forged:
                     raise Violation(f"a gateway acknowledges {body}, which it must refuse.")
-                world.oracle.acknowledges(feedback)
+                world.live.acknowledges(feedback)
             elif not isinstance(error, DeltawireError):
                 raise unexpected("a gateway", error if isinstance(error, Exception) else RuntimeError(repr(error)))
             else:
-                world.oracle.counts[f"refused-{type(error).__name__}"] += 1
+                world.live.counts[f"refused-{type(error).__name__}"] += 1
                 if error.retryable or type(error).__name__ == "InteractionUnknown":
                     again(10.0)
 
