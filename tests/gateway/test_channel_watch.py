@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from channelled_chain import ChannelledChain
 
+import deltawire.cli.commands.serve as serve_command
+from deltawire import ReaderOptions
+from deltawire.events import Event
 from deltawire.gateway.channel_watch import ChannelWatch
+from deltawire.store import open_store
 from deltawire.testing.faulty_store import Before, FaultyStore
 
 
@@ -34,3 +40,24 @@ def test_a_look_that_fails_at_any_call_is_made_good_by_the_next(move: bool) -> N
             break
         failed += 1
     assert failed >= 2
+
+
+def test_a_channel_that_does_not_exist_is_told_once_with_those_that_do() -> None:
+    chain = ChannelledChain()
+    for name in ("canary", "stable"):
+        chain.promote(2, name)
+    told: list[Event] = []
+    watch = ChannelWatch(chain.log(chain.store), ["stabel"], "stabel", on_event=told.append)
+    watch.look()
+    watch.look()
+    assert [event.name for event in told] == ["channel-unreadable"]
+    assert "has no channel 'stabel'. It has canary, stable." in str(told[0].fields["reason"])
+
+
+def test_serve_tells_of_a_missing_channel_before_it_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = open_store(str(tmp_path / "chain"))
+    ChannelledChain(store=store).promote(2, "stable")
+    serve_command._notice_missing(store.url, ReaderOptions(channel="stable"), "stable")
+    assert capsys.readouterr().err == ""
+    serve_command._notice_missing(store.url, ReaderOptions(channel="stabel"), "stabel")
+    assert "has no channel 'stabel'. It has stable." in capsys.readouterr().err

@@ -87,11 +87,23 @@ def test_a_monitor_and_a_dry_run(chain: GatedChain) -> None:
         (("--metric", "solved", "--score", "a:1"), 2, "--evaluate"),
         (("--metric", "solved", "--range", "length=5"), 2, "NAME=LOW:HIGH"),
         (("--metric", "solved", "--alpha", "2"), 1, "0.5"),
+        (("--metric", "solved", "--from", "cannary"), 1, "has no channel 'cannary'. It has canary, stable."),
     ],
 )
 def test_wrong_usage_is_named(chain: GatedChain, arguments: tuple[str, ...], code: int, word: str) -> None:
     (line,) = gate(chain, *arguments, code=code)
     assert word in json.dumps(line)
+
+
+def test_a_gate_waits_for_channels_only_if_it_is_told_to(chain: GatedChain) -> None:
+    arguments = ["gate", chain.store.url, "--metric", "solved", "--to", "stabel", "--once"]
+    refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code == 1
+    assert "--wait-for-channels" in refused.output
+    waiting = CliRunner().invoke(app, [*arguments, "--wait-for-channels"])
+    assert waiting.exit_code == 0
+    assert "will wait: the chain at" in waiting.output
+    assert "has no channel 'stabel'. It has canary, stable." in waiting.output
 
 
 def test_an_evaluation_ends_with_the_gate(chain: GatedChain, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from blake3 import blake3
 
-from ..errors import ChainBroken, CorruptRecord, DataMissing, NoChannel, SignatureInvalid, UnsupportedVersion
+from ..errors import ChainBroken, CorruptRecord, DataMissing, NoChannel, SignatureInvalid, StoreError, UnsupportedVersion
 from ..events import Value
 from ..format.records.channel_records import MILLION, ChannelMove
 from ..format.records.record_parts import MAX_EPOCH, record_hash
@@ -21,6 +21,9 @@ from .newest_slot import newest_filled
 
 KEPT_TARGETS = 5
 """Collection keeps what leads to this many different versions of a channel: the present one, and those that rollbacks lead to."""
+
+_MOST_NAMED = 16
+"""A message about a channel that does not exist names at most this many others."""
 
 
 class ChannelReader:
@@ -41,6 +44,8 @@ class ChannelReader:
         self._seen: tuple[ChannelMove, str] | None = None
         """The newest move that was read, and the hash of its record."""
         self._seen_before: tuple[ChannelMove, str] | None = None
+        self._absent: str | None = None
+        """The message that the channel does not exist, which is made once: followers ask for it again and again."""
 
     @property
     def seen(self) -> ChannelMove | None:
@@ -57,7 +62,7 @@ class ChannelReader:
         number = newest_filled(start, lambda move: move <= MAX_EPOCH and self._raw(move) is not None)
         if number < 0:
             assert self.log.run  # raises `NoChain` if nothing is published there
-            raise NoChannel(f"the chain at {self.log.store.url} has no channel {self.name!r}.")
+            raise NoChannel(self._absence())
         if number != start:
             self._seen_before, self._seen = self._seen, self._checked(number)
         assert self._seen is not None
@@ -101,6 +106,15 @@ class ChannelReader:
                 if standing.move == 0:
                     return
                 standing = self._promotion(self._before(standing)[0])
+
+    def _absence(self) -> str:
+        """Return the message that the channel does not exist, with the channels that did when it was first missing."""
+        if self._absent is None:
+            self._absent = f"the chain at {self.log.store.url} has no channel {self.name!r}."
+            with contextlib.suppress(StoreError):
+                found = channel_names(self.log)[:_MOST_NAMED]
+                self._absent += f" It has {', '.join(found)}." if found else " It has no channels."
+        return self._absent
 
     def _promotion(self, move: ChannelMove) -> ChannelMove:
         """Return the move that brought the channel to where a move leaves it: for a rollback, the newest earlier promotion of its target.

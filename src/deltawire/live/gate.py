@@ -97,12 +97,15 @@ class GateLook:
         The move that this look made, or None.
     is_evaluating
         Whether an evaluation runs.
+    missing
+        While waiting, the message that names the channel that does not exist, and those that do. None otherwise.
     """
 
     state: State
     record: GateRecord | None = None
     moved: ChannelMove | None = None
     is_evaluating: bool = False
+    missing: str | None = None
 
 
 @dataclass(slots=True)
@@ -185,8 +188,8 @@ class Gate:
         """Read what is new, decide, write evidence that is due, and make the move if there is a decision."""
         try:
             canary, stable = standing(self._canary), standing(self._stable)
-        except NoChannel:
-            return GateLook("waiting")
+        except NoChannel as error:
+            return GateLook("waiting", missing=error.message)
         if canary.kind != "promote" or canary.target == stable.target:
             self._forget()
             return GateLook("idle")

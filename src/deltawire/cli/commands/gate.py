@@ -105,6 +105,9 @@ def gate(
     ] = None,
     by_user: Annotated[bool, typer.Option("--by-user", help="Count only the first answer of each user.")] = False,
     poll: Annotated[float, typer.Option("--poll", min=0.01, metavar="SECONDS", help="Look this often.")] = 10.0,
+    wait_for_channels: Annotated[
+        bool, typer.Option("--wait-for-channels", help="Wait for channels that do not exist yet. Otherwise they are an error.")
+    ] = False,
     once: Annotated[bool, typer.Option("--once", help="Look once, after an evaluation that is missing, and end.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the decision, and write, evaluate and move nothing.")] = False,
     sign: Annotated[
@@ -145,9 +148,9 @@ def gate(
         judge = Gate(chain, policy, lambda: declared_metrics(chain), options=options, evaluator=evaluator, key=key, on_event=on_event)
         stack.callback(judge.close)
         if once or dry_run:
-            _look_once(judge, json)
+            _look_once(judge, json, waits=wait_for_channels)
         else:
-            _watch(judge, poll)
+            _watch(judge, poll, waits=wait_for_channels)
 
 
 def _policy(
@@ -180,29 +183,44 @@ def _ranges(texts: list[str] | None) -> dict[str, Range]:
     return found
 
 
-def _look_once(judge: Gate, as_json: bool) -> None:
+def _check_channels(look: GateLook, *, waits: bool) -> None:
+    """Raise `NoChannel` if a channel does not exist, unless the gate waits for it."""
+    from ...errors import NoChannel
+
+    if look.missing is not None and not waits:
+        raise NoChannel(look.missing, hint="Check the names, or wait for the channels with --wait-for-channels.")
+
+
+def _look_once(judge: Gate, as_json: bool, *, waits: bool) -> None:
     look = judge.look()
+    _check_channels(look, waits=waits)
     while look.is_evaluating:
         time.sleep(_WHILE_EVALUATING)
         look = judge.look()
     if as_json:
         print_json_line(_as_json(look))
     elif look.record is None:
-        print_line("there is no canary" if look.state == "idle" else "a channel does not exist yet")
+        print_line("there is no canary" if look.missing is None else f"will wait: {look.missing}")
     else:
         print_line(f"{look.record.outcome}: {look.record.why}")
 
 
-def _watch(judge: Gate, poll: float) -> None:
+def _watch(judge: Gate, poll: float, *, waits: bool) -> None:
     from ...errors import DeltawireError
 
+    told: str | None = None
     while True:
         try:
-            judge.look()
+            look = judge.look()
         except DeltawireError as error:
             if not error.retryable:
                 raise
             print_notice(f"will try again: {error}")
+        else:
+            _check_channels(look, waits=waits)
+            if look.missing is not None and look.missing != told:
+                print_notice(f"will wait: {look.missing}")
+            told = look.missing
         time.sleep(poll)
 
 

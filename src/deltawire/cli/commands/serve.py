@@ -16,8 +16,10 @@ from ..output.terminal import print_json_line, print_line, print_notice
 from ..process.ending import Ending
 from ..process.exit_codes import exit_codes
 from ..process.leaving import leaving_on_signals
+from ..stores.opened import opened
 
 if TYPE_CHECKING:
+    from ...chain.reader_options import ReaderOptions
     from ...events import Event
 
 _LONGEST_ENDING = 30.0
@@ -57,6 +59,9 @@ def serve(
             elif event.name in ("sync-failed", "swap-failed", "engine-quarantined", "follow-failed"):
                 print_notice(str(event.fields.get("reason")))
 
+        reading = reader_options(run, trust, pin=False, channel=channel)
+        if channel is not None:
+            _notice_missing(source, reading, channel)
         with leaving_on_signals(stop), Ending(_LONGEST_ENDING) as ending:
             serve_openai(
                 source,
@@ -64,9 +69,23 @@ def serve(
                 port=port,
                 name=model,
                 device=pick_device(device),
-                reading=reader_options(run, trust, pin=False, channel=channel),
+                reading=reading,
                 poll=poll,
                 stop=stop,
                 on_ready=tell,
                 on_event=ending.with_output(notice),
             )
+
+
+def _notice_missing(source: str, reading: ReaderOptions, channel: str) -> None:
+    """Print a notice if the channel does not exist, which names the channels that do. Other errors show when the server starts."""
+    from ...chain.channels import ChannelReader
+    from ...errors import DeltawireError, NoChannel
+
+    try:
+        with opened(source) as store:
+            ChannelReader(reading.open_log(store), channel).newest()
+    except NoChannel as error:
+        print_notice(f"will wait: {error}")
+    except DeltawireError:
+        return
