@@ -86,6 +86,7 @@
     │   ├── HostRefused             the request was sent to a name that the gateway does not have
     │   ├── InteractionUnknown      there is no interaction or episode with that id
     │   ├── InteractionExpired      feedback came after the metric's window
+    │   ├── EpisodeShared           several callers have an episode with that id
     │   ├── FeedbackConflict        the id of this feedback was used for other feedback
     │   ├── FeedbackNotStored       feedback could not be written to the store
     │   ├── EnginesAway             no engine answered within the time limit
@@ -673,6 +674,13 @@ class InteractionExpired(GatewayError):
 
     hint = "Send feedback earlier, or declare the metric with a longer window."
     status = 410
+
+
+class EpisodeShared(GatewayError):
+    """Feedback on an episode does not say whose episode it means, and several callers have one with this id."""
+
+    hint = "Send the name of the caller in the field `caller`, or send feedback on single answers."
+    status = 409
 
 
 class FeedbackConflict(GatewayError):

@@ -66,9 +66,9 @@ def all_feedback(draw: Any) -> list[StoredFeedback]:
 
 def reference(pending: list[Pending], given: list[StoredFeedback]) -> dict[LiveItem, float]:
     """Return the reward of each interaction that has one, written as the rules read, without any of the code that is tested."""
-    first: dict[str, StoredFeedback] = {}
+    first: dict[tuple[str | None, str], StoredFeedback] = {}
     for one in sorted(given, key=lambda one: (one.stored, one.place)):
-        first.setdefault(one.feedback.id, one)
+        first.setdefault((one.feedback.caller, one.feedback.id), one)
     kept: dict[tuple[str, int], Pending] = {}
     for each in sorted(pending, key=lambda each: (each.stored, each.item)):
         kept.setdefault((each.id, each.choice), each)
@@ -80,7 +80,7 @@ def reference(pending: list[Pending], given: list[StoredFeedback]) -> dict[LiveI
             feedback = one.feedback
             if feedback.caller is not None and feedback.caller != each.caller:
                 continue
-            order = (feedback.revision, feedback.time, feedback.id)
+            order = (feedback.revision, feedback.time, feedback.id, feedback.caller or "")
             on_time = one.stored <= each.stored + 20
             if feedback.metric == "thumbs" and feedback.inference == each.id and type(feedback.value) is bool and on_time:
                 votes.append((order, 1.0 if feedback.value else 0.0))
@@ -152,3 +152,12 @@ def test_a_table_has_a_limit_and_drops_feedback_without_an_interaction_first() -
     assert table.counts["dropped"] == 3
     [joined] = table.ripe(100.0)
     assert joined.values == {"thumbs": 1.0}
+
+
+def test_feedback_stays_when_an_earlier_interaction_replaces_a_repeated_one() -> None:
+    table = JoinTable(METRICS)
+    table.add_interaction(Pending(LiveItem("gw.0", 1, 0), "k1", ID(1), 0, 51.0, (0, 0), 1, 1))
+    table.add_feedback(StoredFeedback(Feedback(ID(10), "thumbs", True, inference=ID(1)), 52.0, ("f", 0)))
+    table.add_interaction(Pending(LiveItem("gw.0", 0, 0), "k0", ID(1), 0, 50.0, (0, 0), 1, 1))
+    [joined] = table.ripe(100.0)
+    assert (joined.pending.key, joined.values) == ("k0", {"thumbs": 1.0})

@@ -38,7 +38,7 @@ class Feedback:
     Parameters
     ----------
     id
-        The id of this feedback, a UUID. Feedback with an id that was there before counts once.
+        The id of this feedback, a UUID. Feedback with an id that its caller used before counts once.
     metric
         The name of the metric.
     value
@@ -54,7 +54,7 @@ class Feedback:
     tags
         Short texts by short names.
     caller
-        The name of the caller that may give feedback on its own interactions only. None if it may give feedback on all.
+        The feedback counts only for interactions of this caller. None if it counts for those of all callers.
     """
 
     id: str

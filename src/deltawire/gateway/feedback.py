@@ -16,6 +16,7 @@ from blake3 import blake3
 
 from ..errors import (
     DeltawireError,
+    EpisodeShared,
     FeedbackConflict,
     FeedbackNotStored,
     GatewayBusy,
@@ -27,13 +28,14 @@ from ..events import OnEvent, emit
 from ..format.feedback import MAX_FEEDBACK_BYTES, MAX_METRIC_NAME, MAX_REVISION, MAX_TEXT_VALUE, Feedback, FeedbackFile, Value, check_float
 from ..format.live_parts import INFERENCE_ID, new_inference_id
 from ..format.records.live_records import Metric
+from ..format.records.record_parts import READER
 from ..store.base import Store
 from ..store.live_keys import LiveKey, feedback_key
 from .api_keys import Caller
 from .known_ids import Known, KnownIds
 from .requests import check_tags, read_id
 
-_FIELDS = {"inference_id", "episode_id", "metric_name", "value", "tags", "feedback_id", "revision", "dryrun"}
+_FIELDS = {"inference_id", "episode_id", "metric_name", "value", "tags", "feedback_id", "revision", "dryrun", "caller"}
 _MOST_WAITING = 8192
 _MOST_SEEN = 100_000
 _BATCH = 512
@@ -82,8 +84,19 @@ def read_feedback(body: Mapping[str, Any], caller: Caller, *, key: str | None = 
         revision=revision,
         time=now,
         tags=check_tags(given.get("tags", {}), "tags"),
-        caller=None if caller.feedback_on_all else caller.name,
+        caller=_meant(given.get("caller"), caller),
     )
+
+
+def _meant(named: Any, sender: Caller) -> str | None:
+    """Return the caller whose interactions feedback is about. Only who may give feedback on everything can name another one."""
+    if named is None or named == sender.name:
+        return None if sender.feedback_on_all and named is None else sender.name
+    if not isinstance(named, str) or not READER.fullmatch(named):
+        raise RequestMalformed("caller must be the name of a caller.")
+    if not sender.feedback_on_all:
+        raise InteractionUnknown(f"there is nothing of the caller {named} on which this caller may give feedback.")
+    return named
 
 
 def derived_id(*parts: str) -> str:
@@ -147,7 +160,7 @@ class FeedbackIntake:
         self._on_event = on_event
         self._number = 0
         self._waiting: list[_Waiting] = []
-        self._seen: OrderedDict[str, _Waiting] = OrderedDict()
+        self._seen: OrderedDict[tuple[str | None, str], _Waiting] = OrderedDict()
         self._arrived = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
         self._refreshed = -_REFRESH_SECONDS
@@ -164,7 +177,12 @@ class FeedbackIntake:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def check(self, feedback: Feedback) -> Feedback:
-        """Return the feedback as its metric has it. Raises `InteractionUnknown`, `InteractionExpired` or `RequestMalformed`."""
+        """Return the feedback as its metric has it, and about the episode of one caller.
+
+        Raises `InteractionUnknown`, `InteractionExpired`, `EpisodeShared` or `RequestMalformed`.
+        """
+        if feedback.caller is None and feedback.episode is not None:
+            feedback = await self._of_one_caller(feedback, feedback.episode)
         known = self._find(feedback)
         if known is None:
             await self._refresh()
@@ -193,11 +211,12 @@ class FeedbackIntake:
         `GatewayBusy`.
         """
         content = blake3(repr(replace(feedback, time=0)).encode(errors="replace")).digest(16)
-        found = self._seen.get(feedback.id)
+        name = (feedback.caller, feedback.id)
+        found = self._seen.get(name)
         if found is None:
             if len(self._waiting) >= _MOST_WAITING:
                 raise GatewayBusy("too much feedback waits for the store.")
-            found = self._seen[feedback.id] = _Waiting(feedback, content, asyncio.get_running_loop().create_future())
+            found = self._seen[name] = _Waiting(feedback, content, asyncio.get_running_loop().create_future())
             self._waiting.append(found)
             self._arrived.set()
             while len(self._seen) > _MOST_SEEN and next(iter(self._seen.values())).stored.done():
@@ -211,7 +230,15 @@ class FeedbackIntake:
 
     def _find(self, feedback: Feedback) -> Known | None:
         kind, target = feedback.target
-        return self._known.inference(target) if kind == "inference" else self._known.episode(target)
+        return self._known.inference(target) if kind == "inference" else self._known.episode(target, feedback.caller)
+
+    async def _of_one_caller(self, feedback: Feedback, episode: str) -> Feedback:
+        """Return feedback on an episode with the name of the caller that has the episode. Raises `EpisodeShared` if several have it."""
+        await self._refresh()  # another gateway may know another caller
+        callers = self._known.callers(episode)
+        if len(callers) > 1:
+            raise EpisodeShared(f"{len(callers)} callers have an episode {episode}.")
+        return replace(feedback, caller=next(iter(callers), None))
 
     async def _refresh(self) -> None:
         """Read which interactions other gateways have stored, at most once in a while, and once for all who ask."""
@@ -257,11 +284,14 @@ class FeedbackIntake:
         """Take what fits into one object."""
         count = min(_BATCH, len(self._waiting))
         while True:
-            batch = self._waiting[:count]
+            batch = list({each.feedback.id: each for each in reversed(self._waiting[:count])}.values())[::-1]  # a file has each id once
             file = FeedbackFile(self._run, self._session, self._number, tuple(each.feedback for each in batch))
-            if count == 1 or sum(len(repr(each.feedback)) for each in batch) * 6 < MAX_FEEDBACK_BYTES:  # a character takes 6 bytes at most
+            if (
+                len(batch) == 1 or sum(len(repr(each.feedback)) for each in batch) * 6 < MAX_FEEDBACK_BYTES
+            ):  # a character takes 6 bytes at most
                 data = file.to_bytes()
                 break
             count = (count + 1) // 2
-        del self._waiting[:count]
+        taken = {id(each) for each in batch}
+        self._waiting = [each for each in self._waiting if id(each) not in taken]
         return data, batch

@@ -1,6 +1,7 @@
 """Knows which interactions and episodes exist, so that feedback on an id that does not is refused.
 
-The gateway adds its own interactions. Those of other gateways, and of its own earlier sessions, are read from the store.
+The gateway adds its own interactions. Those of other gateways, and of its own earlier sessions, are read from the store. Callers choose the
+ids of episodes, so each caller has its own: the episode of another caller with the same id is another episode.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class KnownIds:
         self._reader = TrafficReader(store, run, since=time.time() - _OLDEST, besides=session, on_event=on_event)
         self._most = most
         self._inferences: OrderedDict[str, Known] = OrderedDict()
-        self._episodes: OrderedDict[str, Known] = OrderedDict()
+        self._episodes: OrderedDict[tuple[str, str | None], Known] = OrderedDict()
+        self._callers: dict[str, set[str | None]] = {}
         self._newest = -math.inf
         self._lock = threading.Lock()
         self._reading = threading.Lock()
@@ -70,22 +72,31 @@ class KnownIds:
         """
         known = Known(time.monotonic() - age, caller)
         with self._lock:
-            self._inferences[inference] = known
+            self._inferences.setdefault(inference, known)  # whoever had an id first keeps it
             if len(self._inferences) > self._most:
                 self._inferences.popitem(last=False)
             if episode is not None:
-                self._episodes.pop(episode, None)
-                self._episodes[episode] = known
+                self._episodes.pop((episode, caller), None)
+                self._episodes[episode, caller] = known
+                self._callers.setdefault(episode, set()).add(caller)
                 if len(self._episodes) > self._most:
-                    self._episodes.popitem(last=False)
+                    (forgotten, owner), _ = self._episodes.popitem(last=False)
+                    self._callers[forgotten].discard(owner)
+                    if not self._callers[forgotten]:
+                        del self._callers[forgotten]
 
     def inference(self, name: str) -> Known | None:
         """Return what is known about an interaction, or None."""
         return self._inferences.get(name)
 
-    def episode(self, name: str) -> Known | None:
-        """Return what is known about an episode, or None."""
-        return self._episodes.get(name)
+    def episode(self, name: str, caller: str | None) -> Known | None:
+        """Return what is known about an episode of a caller, or None."""
+        return self._episodes.get((name, caller))
+
+    def callers(self, episode: str) -> set[str | None]:
+        """Return the callers that have an episode with this id."""
+        with self._lock:
+            return set(self._callers.get(episode, ()))
 
     def refresh(self) -> None:
         """Read the interactions that other sessions have stored since the last call. Raises errors of the store.

@@ -104,7 +104,7 @@ class CanaryTraffic:
         self._by_user = by_user
         self._answers: list[_Answer] = []
         self._counts = {True: 0, False: 0}
-        self._opinions: dict[tuple[str, str], dict[str, StoredFeedback]] = {}
+        self._opinions: dict[tuple[str, str], dict[tuple[str | None, str], StoredFeedback]] = {}
         self._opinion_count = 0
 
     @property
@@ -133,7 +133,7 @@ class CanaryTraffic:
             self._answers.append(_Answer(is_canary, interaction, stored, (file.gateway, file.number, index)))
 
     def add_feedback(self, file: FeedbackFile, stored: float) -> None:
-        """Add the feedback of a file. Of feedback with the same id, the first that was added counts.
+        """Add the feedback of a file. Of feedback of one caller with the same id, the first that was added counts.
 
         Parameters
         ----------
@@ -144,8 +144,9 @@ class CanaryTraffic:
         """
         for feedback in file.feedback:
             opinions = self._opinions.setdefault((feedback.inference or feedback.episode or "", feedback.metric), {})
-            if feedback.id not in opinions and self._opinion_count < MOST_FEEDBACK:
-                opinions[feedback.id] = StoredFeedback(feedback, stored, (file.gateway, file.number))
+            name = (feedback.caller, feedback.id)
+            if name not in opinions and self._opinion_count < MOST_FEEDBACK:
+                opinions[name] = StoredFeedback(feedback, stored, (file.gateway, file.number))
                 self._opinion_count += 1
 
     def samples(self, source: Source, now: float) -> list[Sample]:
@@ -181,10 +182,10 @@ class CanaryTraffic:
         elif source.metric.level == "inference":
             yield from ((answer, answer.stored + source.wait) for answer in self._answers if answer.interaction.choice == 0)
         else:
-            episodes: dict[str, tuple[_Answer, float]] = {}
+            episodes: dict[tuple[str | None, str], tuple[_Answer, float]] = {}
             for answer in self._answers:
-                episode = answer.interaction.episode
-                if episode is not None:
+                if answer.interaction.episode is not None:
+                    episode = (answer.interaction.caller, answer.interaction.episode)
                     first, settled = episodes.get(episode, (answer, answer.stored))
                     episodes[episode] = (min(first, answer, key=lambda each: (each.stored, each.place)), max(settled, answer.stored))
             yield from ((first, last + source.wait) for first, last in episodes.values())

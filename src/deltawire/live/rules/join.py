@@ -35,9 +35,9 @@ class StoredFeedback:
     place: tuple[str, int]
 
     @property
-    def rank(self) -> tuple[int, int, str]:
+    def rank(self) -> tuple[int, int, str, str]:
         """The feedback with the highest rank counts for its metric."""
-        return self.feedback.revision, self.feedback.time, self.feedback.id
+        return self.feedback.revision, self.feedback.time, self.feedback.id, self.feedback.caller or ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,17 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from ...fleet.rules.live_tasks import LiveItem
 from ...format.records.live_records import Metric
 from .join import Joined, Pending, StoredFeedback, Waiting, join
 
 _MOST_PER_TARGET = 1024
-"""The most feedback for one interaction or episode that is kept. The first ones that were stored are kept."""
+"""The most feedback of one caller for one interaction or episode that is kept. The first ones that were stored are kept."""
+
+_Name: TypeAlias = tuple[str | None, str]
+"""The caller and the id of feedback. Each caller has its own ids, so that nobody can use up those of others."""
 
 
 class JoinTable:
@@ -33,8 +37,8 @@ class JoinTable:
         self._pending: dict[LiveItem, Pending] = {}
         self._first: dict[tuple[str, int], Pending] = {}
         self._targets: dict[tuple[str, str], set[LiveItem]] = {}
-        self._feedback: dict[str, StoredFeedback] = {}
-        self._given: dict[tuple[str, str], set[str]] = {}
+        self._feedback: dict[_Name, StoredFeedback] = {}
+        self._given: dict[tuple[str, str], dict[str | None, set[_Name]]] = {}
         self._due: list[tuple[float, LiveItem]] = []
         self._ripe: dict[LiveItem, Joined] = {}
         self.counts: Counter[str] = Counter()
@@ -70,33 +74,35 @@ class JoinTable:
             self.counts["repeated"] += 1
             if before.order <= pending.order:
                 return
-            self.drop(before.item)
-        self._first[name] = pending
         self._pending[pending.item] = pending
         for target in _targets(pending):
             self._targets.setdefault(target, set()).add(pending.item)
+        if before is not None and before.item != pending.item:
+            self.drop(before.item)  # only now, because feedback is forgotten with the last interaction that it is about
+        self._first[name] = pending
         heapq.heappush(self._due, (pending.stored, pending.item))
 
     def add_feedback(self, given: StoredFeedback) -> None:
-        """Keep feedback. Feedback with an id that is known counts once; with other content, the first that was stored counts.
+        """Keep feedback. Feedback with an id that its caller used before counts once; with other content, the first that was stored does.
 
         Parameters
         ----------
         given
             The feedback.
         """
-        before = self._feedback.get(given.feedback.id)
+        name = _name(given)
+        before = self._feedback.get(name)
         if before is not None:
             self.counts["conflicting"] += before.feedback != given.feedback
             if (before.stored, before.place) <= (given.stored, given.place):
                 return
-            self._forget(before.feedback.id)
+            self._forget(name)
         target = given.feedback.target
-        ids = self._given.setdefault(target, set())
-        self._feedback[given.feedback.id] = given
-        ids.add(given.feedback.id)
-        if len(ids) > _MOST_PER_TARGET:
-            self._forget(max(ids, key=lambda each: (self._feedback[each].stored, self._feedback[each].place)))
+        names = self._given.setdefault(target, {}).setdefault(given.feedback.caller, set())
+        self._feedback[name] = given
+        names.add(name)
+        if len(names) > _MOST_PER_TARGET:
+            self._forget(max(names, key=lambda each: (self._feedback[each].stored, self._feedback[each].place)))
             self.counts["dropped"] += 1
         for item in self._targets.get(target, ()):
             self._ripe.pop(item, None)
@@ -132,14 +138,15 @@ class JoinTable:
         return sorted(self._ripe.values(), key=lambda one: one.pending.order)
 
     def given_to(self, pending: Pending) -> list[StoredFeedback]:
-        """Return all feedback for an interaction or its episode.
+        """Return all feedback for an interaction or its episode, also that of other callers, which does not count.
 
         Parameters
         ----------
         pending
             The interaction.
         """
-        return [self._feedback[each] for target in _targets(pending) for each in self._given.get(target, ())]
+        found = [names for target in _targets(pending) for names in self._given.get(target, {}).values()]
+        return [self._feedback[each] for names in found for each in names]
 
     def of_episode(self, episode: str) -> list[Pending]:
         """Return the interactions of an episode that wait, in the order in which they were stored.
@@ -170,7 +177,7 @@ class JoinTable:
             if not waiting:
                 del self._targets[target]
                 if target[0] == "inference":
-                    for each in list(self._given.get(target, ())):
+                    for each in [name for names in self._given.get(target, {}).values() for name in names]:
                         self._forget(each)
 
     def oldest(self) -> float:
@@ -184,12 +191,14 @@ class JoinTable:
             lowest[item.gateway] = min(item.number, lowest.get(item.gateway, item.number))
         return lowest
 
-    def _forget(self, feedback: str) -> None:
-        given = self._feedback.pop(feedback, None)
+    def _forget(self, name: _Name) -> None:
+        given = self._feedback.pop(name, None)
         if given is not None:
-            ids = self._given[given.feedback.target]
-            ids.discard(feedback)
-            if not ids:
+            callers = self._given[given.feedback.target]
+            callers[given.feedback.caller].discard(name)
+            if not callers[given.feedback.caller]:
+                del callers[given.feedback.caller]
+            if not callers:
                 del self._given[given.feedback.target]
 
     def _shrink(self) -> None:
@@ -198,8 +207,12 @@ class JoinTable:
         if excess > 0:
             ordered = sorted(self._feedback.values(), key=lambda one: (one.feedback.target in self._targets, one.stored, one.place))
             for one in ordered[:excess]:
-                self._forget(one.feedback.id)
+                self._forget(_name(one))
             self.counts["dropped"] += excess
+
+
+def _name(given: StoredFeedback) -> _Name:
+    return given.feedback.caller, given.feedback.id
 
 
 def _targets(pending: Pending) -> list[tuple[str, str]]:

@@ -70,16 +70,16 @@ class LiveOracle(Oracle):
 
     def _rewards(self, answer: Answer) -> dict[str, float]:
         """Return the rewards of an answer, as the rules read."""
-        first: dict[str, Reaction] = {}
+        first: dict[tuple[str | None, str], Reaction] = {}
         for reaction in sorted(self.traffic.reactions, key=lambda one: (one.stored, one.key)):
-            first.setdefault(reaction.feedback.id, reaction)
+            first.setdefault((reaction.feedback.caller, reaction.feedback.id), reaction)
         thumbs, ratings = [], []
         for reaction in first.values():
             said = reaction.feedback
             if said.caller is not None and said.caller != answer.caller:
                 continue
             late = reaction.stored - answer.stored
-            order = (said.revision, said.time, said.id)
+            order = (said.revision, said.time, said.id, said.caller or "")
             if said.metric == "thumbs" and said.inference == answer.id and type(said.value) is bool and late <= WINDOW:
                 thumbs.append((order, 1.0 if said.value else 0.0))
             same = answer.episode is not None and said.episode == answer.episode
@@ -94,5 +94,5 @@ class LiveOracle(Oracle):
         return data
 
 
-def _last(values: Iterable[tuple[tuple[int, int, str], float]], default: float) -> float:
-    return max(values, default=((0, 0, ""), default))[1]
+def _last(values: Iterable[tuple[tuple[int, int, str, str], float]], default: float) -> float:
+    return max(values, default=((0, 0, "", ""), default))[1]

@@ -288,12 +288,13 @@ class LiveOracle:
             return None
         allowed: list[float | None] = []
         for stored, *times in itertools.product(*choices):
-            first: dict[str, tuple[float, tuple[str, int], Feedback]] = {}
+            first: dict[tuple[str | None, str], tuple[float, tuple[str, int], Feedback]] = {}
             for time, one in zip(times, about, strict=True):
                 new = (time, one.place, one.feedback)
-                first[one.feedback.id] = min(first.get(one.feedback.id, new), new, key=lambda each: each[:2])
+                name = (one.feedback.caller, one.feedback.id)
+                first[name] = min(first.get(name, new), new, key=lambda each: each[:2])
             given = sorted(
-                (time, (one.revision, one.time, one.id), value)
+                (time, (one.revision, one.time, one.id, one.caller or ""), value)
                 for time, _, one in first.values()
                 if one.caller in (None, truth.caller)
                 and time <= stored + metric.window
@@ -370,7 +371,7 @@ def _content(one: Feedback) -> tuple[Any, ...]:
     return (one.id, one.target, one.metric, type(one.value), one.value, one.revision, tuple(sorted(one.tags.items())), one.caller)
 
 
-def _possible(metric: Metric, stored: float, given: list[tuple[float, tuple[int, int, str], float]]) -> list[float | None]:
+def _possible(metric: Metric, stored: float, given: list[tuple[float, tuple[int, int, str, str], float]]) -> list[float | None]:
     """Return the values of a metric, if these values were given in this order. There are several if a trainer may have looked earlier."""
     if metric.settle is None:
         return [max((rank, value) for _, rank, value in given)[1] if given else metric.default]
