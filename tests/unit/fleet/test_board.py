@@ -142,6 +142,27 @@ def test_only_as_many_tasks_are_copied_as_members_are_idle_and_the_latest_first(
     assert board([state], roster, scheduler).offers == {"near": (AttemptId(0, 1, 1),)}
 
 
+def test_a_task_that_two_slow_members_hold_is_offered_to_a_fast_one_once_the_newest_lease_is_long() -> None:
+    roster, scheduler = fleet(far=500.0, farther=600.0, near=10.0)
+    state = round_of(0, 11, 1, 9)
+    lease(state, 0, "far", NOW)
+    lease(state, 0, "farther", NOW + 10)
+    for later, expected in ((69, {}), (71, {"near": (AttemptId(0, 0, 2),)})):  # half of patience after the newest lease
+        for name, attempt in (("far", 0), ("farther", 1), ("near", None)):
+            hear(roster, name, 10, NOW + later, working=() if attempt is None else (AttemptId(0, 0, attempt),))
+        assert board([state], roster, scheduler, now=NOW + later).offers == expected
+
+
+def test_a_task_of_two_holders_gets_no_copy_while_one_of_them_is_about_to_deliver() -> None:
+    roster, scheduler = fleet(far=500.0, farther=75.0, near=10.0)
+    state = round_of(0, 11, 1, 9)
+    lease(state, 0, "far", NOW)
+    lease(state, 0, "farther", NOW)
+    for name, attempt in (("far", 0), ("farther", 1), ("near", None)):
+        hear(roster, name, 10, NOW + 70, working=() if attempt is None else (AttemptId(0, 0, attempt),))
+    assert board([state], roster, scheduler, now=NOW + 70).offers == {}
+
+
 def test_a_member_that_gets_versions_late_works_on_the_last_round_that_its_version_admits() -> None:
     roster, scheduler = fleet(late=10.0, prompt=10.0)
     for step, at in ((8, 800.0), (9, 850.0), (10, 900.0)):

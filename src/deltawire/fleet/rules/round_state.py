@@ -280,18 +280,20 @@ class RoundState:
         return opened, held
 
     def late_tasks(self, roster: Roster, scheduler: Scheduler, others: float | None, now: float) -> list[OpenTask]:
-        """Return the tasks that one member holds and another one that is idle would finish earlier; the latest first.
+        """Return the tasks that members hold and another one that is idle would finish earlier than all of them; the latest first.
 
+        A task that several members hold gets a further copy only once its newest lease is long, so that copies come one after the other.
         `others` is how many seconds the idle member needs for a task; None if nothing is known.
         """
         late: list[tuple[float, OpenTask]] = []
         for number, task in enumerate(self.tasks):
             held = [] if task.accepted is not None else self.live_leases(task, roster, now)
-            if len(held) != 1 or held[0].lease is None:
+            holders = [(one.lease.member, one.since) for one in held if one.lease is not None]
+            if not holders or (len(holders) > 1 and not scheduler.is_long(max(since for _, since in holders), now)):
                 continue
-            member, since = held[0].lease.member, held[0].since
-            if scheduler.is_worth_a_copy(member, since, now, others):
-                late.append((-since - (scheduler.expected_seconds(member) or 0.0), _open_task(number, task, held)))
+            if all(scheduler.is_worth_a_copy(member, since, now, others) for member, since in holders):
+                done = min(since + (scheduler.expected_seconds(member) or 0.0) for member, since in holders)
+                late.append((-done, _open_task(number, task, held)))
         return [one for _, one in sorted(late, key=lambda each: (each[0], each[1].task))]
 
     def long_tasks(self, roster: Roster, scheduler: Scheduler, now: float) -> list[OpenTask]:
