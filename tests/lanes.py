@@ -35,6 +35,8 @@ TRL = [
 """Tests with a real TRL, some also with a real vLLM. They skip themselves where these are not installed."""
 RAY = [f"{TESTS}/fleet/test_ray.py"]
 """A real Ray cluster of two nodes. These tests skip themselves where Ray is not installed."""
+LONG = [f"{TESTS}/{name}" for name in ("demo", "integration/stores/test_server_conformance.py", "fleet/test_cut_off.py")]
+"""Tests that start many processes or servers and mostly wait for them. They run in the shortest lane."""
 
 
 UNITS = [f"{TESTS}/{name}" for name in ("unit", "malformed", "dashboard", "gateway")]
@@ -47,9 +49,9 @@ def _ignoring(paths: list[str]) -> list[str]:
 
 LANES: dict[str, list[str]] = {
     "vllm": ["-vv", *VLLM, *_ignoring(TRL)],
-    "trl": ["-vv", *RAY, *TRL],
-    "systems": [*SYSTEMS, *_ignoring([*TRL, *RAY])],
-    "parts": [TESTS, *_ignoring([*SYSTEMS, *VLLM, *TRL, *UNITS])],
+    "trl": ["-vv", *RAY, *TRL, *LONG],
+    "systems": [*SYSTEMS, *_ignoring([*TRL, *RAY, *LONG])],
+    "parts": [TESTS, *_ignoring([*SYSTEMS, *VLLM, *TRL, *UNITS, *LONG])],
     "units": UNITS,
 }
 
