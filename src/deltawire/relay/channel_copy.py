@@ -1,14 +1,16 @@
-"""Copy the moves of channels to the region's store, each after the commit that it names (docs/protocol.md §12)."""
+"""Copy the moves of channels to the region's store, each after the versions that followers then need (docs/protocol.md §12)."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Callable
 
-from ..chain.channels import ChannelReader, channel_names
+from ..chain.channels import KEPT_TARGETS, ChannelReader, channel_names, target_of
 from ..chain.log import ChainLog
 from ..chain.newest_slot import newest_filled
 from ..chain.uptime import uptime
-from ..errors import ChainBroken, CorruptRecord, RelayConflict, SignatureInvalid, UnsupportedVersion
+from ..errors import ChainBroken, CorruptRecord, DataDamaged, DataMissing, RelayConflict, SignatureInvalid, UnsupportedVersion
 from ..events import OnEvent, emit
 from ..format.records.record_parts import MAX_EPOCH
 from ..format.records.version_records import Commit
@@ -23,23 +25,31 @@ _LIST_EVERY = 30.0
 class ChannelCopy:
     """Copies moves. A channel with a move that readers would refuse stays at the move before it, and the others are copied.
 
+    Before a channel moves, the region gets the version that it moves to, and those that the next rollbacks lead to: a copy that began with
+    a later full checkpoint lacks them.
+
     Parameters
     ----------
     log
         The chain to copy from.
     target
         The region's store.
+    copy_version
+        Copies the data that lead to a version, as far as the region does not have them.
     on_event
         Called with the event `channel-refused`, once for each reason.
     """
 
-    def __init__(self, log: ChainLog, target: Store, *, on_event: OnEvent | None = None) -> None:
+    def __init__(self, log: ChainLog, target: Store, copy_version: Callable[[Commit], None], *, on_event: OnEvent | None = None) -> None:
         self._log = log
         self._target = target
+        self._copy_version = copy_version
         self._on_event = on_event
         self._readers: dict[str, ChannelReader] = {}
         self._copied: dict[str, int] = {}
         """The newest move of each channel that the region's store has, or −1."""
+        self._complete: set[str] = set()
+        """The channels whose versions the region's store has."""
         self._list_again_at = 0.0
         self._refused: dict[str, str] = {}
 
@@ -62,7 +72,11 @@ class ChannelCopy:
             last = reader.newest()
             begun = self._begun(reader)
             waiting = list(itertools.takewhile(lambda move: move.move > begun, reader.history())) if last.move > begun else []
-        except (CorruptRecord, ChainBroken, SignatureInvalid, UnsupportedVersion) as error:
+            if name not in self._complete or (waiting and waiting[-1].target.seq <= newest.seq):
+                self._complete.discard(name)
+                self._copy_targets(reader, newest)
+                self._complete.add(name)
+        except (CorruptRecord, ChainBroken, SignatureInvalid, UnsupportedVersion, DataMissing, DataDamaged) as error:
             if self._refused.get(name) != str(error):
                 emit(self._on_event, "channel-refused", channel=name, reason=str(error))
             self._refused[name] = str(error)
@@ -76,6 +90,13 @@ class ChannelCopy:
             self._copied[name] = move.move
             copied += 1
         return copied
+
+    def _copy_targets(self, reader: ChannelReader, newest: Commit) -> None:
+        """Copy the versions that the channel stands at and that rollbacks lead to. Those that the region gets later are left out."""
+        moves = (move for move in reader.targets() if move.target.seq <= newest.seq)
+        for move in itertools.islice(moves, KEPT_TARGETS):
+            with contextlib.suppress(ChainBroken):  # it names no version, so there is nothing to copy
+                self._copy_version(self._log.state_commit(target_of(self._log, move, newest)))
 
     def _begun(self, reader: ChannelReader) -> int:
         """Return the newest move that the region's store has, or −1. At the first time, compare it with the source's."""

@@ -103,7 +103,7 @@ class Relay:
             on_event=on_event,
         )
         self._versions = VersionCopy(log, self._target, self._data, self._pins, on_event=on_event)
-        self._channels = ChannelCopy(log, self._target, on_event=on_event)
+        self._channels = ChannelCopy(log, self._target, self._versions.copy_version, on_event=on_event)
         self._announcements = AnnouncementCopy(log, self._target, self._data)
         self._shortcuts = None
         if mirror is not None:

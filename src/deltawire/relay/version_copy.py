@@ -358,6 +358,18 @@ class VersionCopy:
         made = self.log.state_commit(self.log.ancestor(rewind, seq))
         if self.newest is not None and made.seq > self.newest.seq:
             return  # it builds on the version that the region has, and its own data are being copied
+        self.copy_version(made)
+
+    def copy_version(self, made: Commit) -> None:
+        """Copy the data that lead to an earlier version, as far as the region does not have them. Data that were collected are left out.
+
+        Raises `DataMissing` or `DataDamaged` if the source cannot serve the version either, and the errors of the stores.
+
+        Parameters
+        ----------
+        made
+            The commit that made the version.
+        """
         region = ChainLog(self._target, run=self.log.run.run, trusted_keys=self.log.trusted_keys)
         try:
             hops = find_route(region, None, made)  # what the region has need not cross the link
