@@ -91,7 +91,8 @@
     │   ├── FeedbackNotStored       feedback could not be written to the store
     │   ├── EnginesAway             no engine answered within the time limit
     │   ├── EngineLost              an engine was lost in the middle of an answer
-    │   └── GatewayBusy             the gateway has too much to do
+    │   ├── GatewayBusy             the gateway has too much to do
+    │   └── GatewayFull             the requests at once take all memory that the gateway may use
     ├── TrainingError               training cannot begin, or cannot go on
     │   ├── UnusableRows            rows of the dataset cannot be used for generation or training
     │   ├── UnusableSettings        settings do not fit the model, for example too long completions
@@ -719,6 +720,14 @@ class GatewayBusy(GatewayError):
 
     hint = "Send the request again later."
     status = 429
+    retryable = True
+
+
+class GatewayFull(GatewayError):
+    """The requests that a gateway has at once take all the memory that they may take."""
+
+    hint = "Send the request again later, or start the gateway with a larger --memory-bytes."
+    status = 503
     retryable = True
 
 

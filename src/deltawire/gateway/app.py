@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from ..dashboard.host_names import accepts_host
@@ -28,6 +28,7 @@ from .bodies import (
 )
 from .engine_pool import EnginePool
 from .feedback import FeedbackIntake, derived_id, read_feedback
+from .memory import MemoryBudget, Reservation
 from .options import GatewayOptions
 from .otlp import EvaluationResult, read_results, response_body
 from .proxy import Proxy
@@ -37,7 +38,10 @@ _MOST_FEEDBACK_BODY = 64 << 10
 _MOST_OTLP_BODY = 4 << 20
 _LABELS = {"true": True, "pass": True, "yes": True, "false": False, "fail": False, "no": False}
 
-Handler = Callable[[Scope, Headers, Caller, Receive, Send], Awaitable[None]]
+_RESULT_BYTES = 4 << 10
+"""The memory for an evaluation result and the task that stores it."""
+
+Handler = Callable[[Scope, Headers, Caller, Reservation, Receive, Send], Awaitable[None]]
 
 
 class Endpoint:
@@ -74,8 +78,8 @@ class Endpoint:
             caller = Caller() if self._is_open else self._gateway.keys.caller(headers)
             if caller.only_feedback and not self._is_feedback:
                 raise KeyRefused("this API key is only for feedback.")
-            with self._gateway.counted():
-                await self._handler(scope, headers, caller, receive, sending)
+            with self._gateway.counted() as memory:
+                await self._handler(scope, headers, caller, memory, receive, sending)
         except CallerGone:
             return
         except GatewayError as error:
@@ -103,6 +107,8 @@ class GatewayApp:
         Stores feedback.
     keys
         The API keys.
+    memory
+        The memory that requests may take together.
     metrics
         Returns the metrics for Prometheus as text, or None.
     on_event
@@ -118,6 +124,7 @@ class GatewayApp:
         feedback: FeedbackIntake,
         keys: ApiKeys,
         *,
+        memory: MemoryBudget,
         metrics: Callable[[], bytes] | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
@@ -125,7 +132,7 @@ class GatewayApp:
         self.keys = keys
         self.names = {"localhost", *(name.lower() for name in options.names)}
         self.on_event = on_event
-        self._metrics = metrics
+        self._memory, self._metrics = memory, metrics
         self._requests = 0
 
     def build(self) -> Any:
@@ -144,22 +151,21 @@ class GatewayApp:
         return app
 
     @contextlib.contextmanager
-    def counted(self) -> Any:
-        """Count a request inside the context. Raises `GatewayBusy` if there are too many."""
+    def counted(self) -> Iterator[Reservation]:
+        """Count a request inside the context, and yield the reservation of its memory. Raises `GatewayBusy` if there are too many."""
         if self._requests >= self._options.most_requests:
             raise GatewayBusy(f"the gateway has {self._requests:,} requests at once.")
         self._requests += 1
         try:
-            yield
+            with self._memory.reservation() as reserved:
+                yield reserved
         finally:
             self._requests -= 1
 
-    async def _answer(self, scope: Scope, headers: Headers, caller: Caller, receive: Receive, send: Send) -> None:
-        raw = await read_body(receive, headers, self._options.most_bytes)
-        asked = read_request(ROUTES[scope["path"]], parse_object(raw), headers, caller, consent=self._options.consent)
-        asked.size = len(raw)
-        if "content-encoding" in headers:
-            raw = b""  # it was decompressed, so it is written anew
+    async def _answer(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
+        raw = await read_body(receive, headers, self._options.most_bytes, memory=memory)
+        body = parse_object(raw, memory)
+        asked = read_request(ROUTES[scope["path"]], body, headers, caller, consent=self._options.consent, memory=memory)
         work = asyncio.ensure_future(self._proxy.answer(asked, raw, headers, send))
         gone = asyncio.ensure_future(until_gone(receive))
         try:
@@ -172,8 +178,10 @@ class GatewayApp:
                 task.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
 
-    async def _take_feedback(self, scope: Scope, headers: Headers, caller: Caller, receive: Receive, send: Send) -> None:
-        body = parse_object(await read_body(receive, headers, _MOST_FEEDBACK_BODY))
+    async def _take_feedback(
+        self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send
+    ) -> None:
+        body = parse_object(await read_body(receive, headers, _MOST_FEEDBACK_BODY, memory=memory), memory)
         if not isinstance(is_dry := body.get("dryrun") or False, bool):
             raise RequestMalformed("dryrun must be true or false.")
         feedback = await self._feedback.check(read_feedback(body, caller, key=headers.get("idempotency-key")))
@@ -181,11 +189,13 @@ class GatewayApp:
             await self._feedback.store(feedback)
         await send_json(send, {"feedback_id": feedback.id})
 
-    async def _take_otlp(self, scope: Scope, headers: Headers, caller: Caller, receive: Receive, send: Send) -> None:
+    async def _take_otlp(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
         """Take evaluation results of an OpenTelemetry exporter. What cannot be used is counted in the answer, as exporters expect."""
         kind = headers.get("content-type", "application/x-protobuf")
         is_traces = scope["path"] == "/v1/traces"
-        results = read_results(await read_body(receive, headers, _MOST_OTLP_BODY), kind, is_traces=is_traces)
+        body = await read_body(receive, headers, _MOST_OTLP_BODY, memory=memory)
+        results = read_results(body, kind, is_traces=is_traces, memory=memory)
+        memory.add(_RESULT_BYTES * len(results))
         good, rejected, why = [], 0, ""
         for result in results:
             try:
@@ -201,13 +211,13 @@ class GatewayApp:
         data = response_body(rejected, why, kind, is_traces=is_traces)
         await send_bytes(send, data, "application/json" if "json" in kind else "application/x-protobuf")
 
-    async def _models(self, scope: Scope, headers: Headers, caller: Caller, receive: Receive, send: Send) -> None:
+    async def _models(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
         import httpx
 
         for _ in range(3):
             engine = await self._pool.take(self._pool.main)
             try:
-                found = await self._pool.get(engine.address.url + "/v1/models", most=self._options.most_bytes)
+                found = await self._pool.get(engine.address.url + "/v1/models", most=self._options.most_bytes, memory=memory)
             except (httpx.HTTPError, OSError, EngineLost) as error:
                 self._pool.lost(engine, str(error))
                 continue
@@ -218,11 +228,13 @@ class GatewayApp:
                 return
         raise GatewayBusy("the engines were lost while they answered.")
 
-    async def _health(self, scope: Scope, headers: Headers, caller: Caller, receive: Receive, send: Send) -> None:
+    async def _health(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
         up = sum(engine.up for engine in self._pool.engines)
         await send_json(send, {"session": self._session, "engines": len(self._pool.engines), "up": up}, status=200 if up else 503)
 
-    async def _tell_metrics(self, scope: Scope, headers: Headers, caller: Caller, receive: Receive, send: Send) -> None:
+    async def _tell_metrics(
+        self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send
+    ) -> None:
         if self._metrics is None:
             await send_json(send, {"error": "metrics need the package prometheus_client"}, status=404)
         else:

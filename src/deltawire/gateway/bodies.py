@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
 from ..errors import GatewayError, RequestMalformed, RequestSlow, RequestTooLarge
+from .memory import MemoryBudget, Reservation, json_memory
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -18,6 +19,7 @@ Headers: TypeAlias = Mapping[str, str]
 
 BODY_SECONDS = 120.0
 """A body must be complete after this time. Otherwise a few callers who send slowly could take all places."""
+_PIECE = 64 << 10
 _MOST_VALUES = 2_000_000
 """The most values of a JSON body. An empty list has 3 bytes in a body and 64 in memory."""
 
@@ -31,21 +33,26 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-async def read_body(receive: Receive, headers: Headers, most: int, *, seconds: float = BODY_SECONDS) -> bytes:
-    """Return the body of a request.
+async def read_body(
+    receive: Receive, headers: Headers, most: int, *, memory: Reservation | None = None, seconds: float = BODY_SECONDS
+) -> bytes:
+    """Return the body of a request. Its memory is reserved while it arrives, so that a caller who sends nothing takes none.
 
-    Raises `RequestTooLarge` as soon as it is known to be too large, `RequestSlow` if it takes too long, and `CallerGone`.
+    Raises `RequestTooLarge` as soon as it is known to be too large, `GatewayFull`, `RequestSlow` if it takes too long, and `CallerGone`.
     """
+    memory = memory or MemoryBudget().reservation()
     try:
-        return await asyncio.wait_for(_read_body(receive, headers, most), seconds)
+        return await asyncio.wait_for(_read_body(receive, headers, most, memory), seconds)
     except asyncio.TimeoutError:
         raise RequestSlow(f"the body was not complete after {seconds:g} s.") from None
 
 
-async def _read_body(receive: Receive, headers: Headers, most: int) -> bytes:
+async def _read_body(receive: Receive, headers: Headers, most: int, memory: Reservation) -> bytes:
     length = headers.get("content-length", "")
-    if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > most):
-        raise RequestTooLarge(f"the body has {length[:24]} bytes; {most:,} are allowed.")
+    if length.isascii() and length.isdigit():
+        if len(length) > 18 or int(length) > most:
+            raise RequestTooLarge(f"the body has {length[:24]} bytes; {most:,} are allowed.")
+        memory.budget.check(2 * int(length))  # otherwise it would be refused when half of it has arrived
     parts, size = [], 0
     while True:
         message = await receive()
@@ -55,33 +62,47 @@ async def _read_body(receive: Receive, headers: Headers, most: int) -> bytes:
         size += len(part)
         if size > most:
             raise RequestTooLarge(f"the body has more than {most:,} bytes.")
+        memory.add(2 * len(part))  # the part, and the whole body
         parts.append(part)
         if not message.get("more_body"):
             break
     body = b"".join(parts)
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding in ("gzip", "deflate"):
-        return _inflated(body, most)
+        return _inflated(body, most, memory)
     if encoding not in ("", "identity"):
         raise RequestMalformed(f"the body has the encoding {encoding[:40]!r}; gzip and deflate are known.")
     return body
 
 
-def _inflated(body: bytes, most: int) -> bytes:
+def _inflated(body: bytes, most: int, memory: Reservation) -> bytes:
     stream = zlib.decompressobj(wbits=47)  # gzip or zlib
+    parts, size = [], 0
     try:
-        found = stream.decompress(body, most + 1)
+        for start in range(0, len(body), _PIECE):
+            left = body[start : start + _PIECE]
+            while left and not stream.eof:
+                parts.append(stream.decompress(left, _PIECE))
+                left = stream.unconsumed_tail
+                size += len(parts[-1])
+                if size > most:
+                    raise RequestTooLarge(f"the body expands to more than {most:,} bytes.")
+                memory.add(2 * len(parts[-1]))
     except zlib.error as error:
         raise RequestMalformed(f"the body cannot be decompressed: {error}.") from None
-    if len(found) > most:
-        raise RequestTooLarge(f"the body expands to more than {most:,} bytes.")
     if not stream.eof:
         raise RequestMalformed("the compressed body ends early.")
-    return found
+    return b"".join(parts)
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in a body. Raises `RequestMalformed` for anything else, and `RequestTooLarge` if it has too many values."""
+def parse_object(body: bytes, memory: Reservation | None = None) -> dict[str, Any]:
+    """Return the JSON object in a body.
+
+    Raises `RequestMalformed` for anything else, `RequestTooLarge` if it has too many values, and `GatewayFull` if it does not fit into the
+    memory.
+    """
+    if memory is not None:
+        memory.add(json_memory(body))
     if len(body) > _MOST_VALUES and body.count(b",") + body.count(b"[") + body.count(b"{") > _MOST_VALUES:
         raise RequestTooLarge(f"the body has more than {_MOST_VALUES:,} values.")
     try:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from ..engines.answer_table import ENGINE_ROUTE
 from ..errors import EngineLost, EnginesAway
 from ..events import OnEvent, emit
+from .memory import Reservation
 from .options import EngineAddress
 
 _PROBE_SECONDS = 10.0
@@ -190,8 +191,8 @@ class EnginePool:
                 hurry.clear()
                 await asyncio.sleep(min(self._probe, 0.05))
 
-    async def get(self, url: str, *, most: int, seconds: float = 60.0) -> EngineAnswer:
-        """Ask an engine with GET. Raises `EngineLost` if the answer is too long, and errors of httpx.
+    async def get(self, url: str, *, most: int, memory: Reservation | None = None, seconds: float = 60.0) -> EngineAnswer:
+        """Ask an engine with GET. Raises `EngineLost` if the answer is too long, `GatewayFull`, and errors of httpx.
 
         Parameters
         ----------
@@ -199,12 +200,14 @@ class EnginePool:
             The address of the route.
         most
             The most bytes of the answer.
+        memory
+            The memory for the answer.
         seconds
             Seconds that the engine may be silent.
         """
         headers = {**self.headers, "accept-encoding": "identity"}
         async with self.client.stream("GET", url, headers=headers, timeout=seconds) as response:
-            data = await joined(response.aiter_raw(), most)
+            data = await joined(response.aiter_raw(), most, memory)
             return EngineAnswer(response.status_code, response.headers.get("content-type", "application/json"), data)
 
     async def look(self, engine: PooledEngine) -> None:
@@ -244,8 +247,8 @@ class EnginePool:
             emit(self._on_event, "engine-away", engine=engine.address.url, reason=reason)
 
 
-async def joined(chunks: AsyncIterator[bytes], most: int) -> bytes:
-    """Return the body of an answer. Raises `EngineLost` if it has more than `most` bytes.
+async def joined(chunks: AsyncIterator[bytes], most: int, memory: Reservation | None = None) -> bytes:
+    """Return the body of an answer. Raises `EngineLost` if it has more than `most` bytes, and `GatewayFull` if it does not fit.
 
     Parameters
     ----------
@@ -253,12 +256,16 @@ async def joined(chunks: AsyncIterator[bytes], most: int) -> bytes:
         Yields the body.
     most
         The most bytes.
+    memory
+        The memory for the answer.
     """
     parts, size = [], 0
     async for chunk in chunks:
         size += len(chunk)
         if size > most:
             raise EngineLost(f"the answer of the engine has more than {most:,} bytes.")
+        if memory is not None:
+            memory.add(2 * len(chunk))  # the chunk, and the whole answer
         parts.append(chunk)
     return b"".join(parts)
 

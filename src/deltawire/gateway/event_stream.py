@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import EngineLost
 from .bodies import dump
+from .memory import Reservation, json_memory
 
 MOST_EVENT = 16 << 20
 """The most bytes of one event. An engine that sends more is not followed."""
@@ -35,6 +36,9 @@ class EventSplitter:
             raise EngineLost(f"the engine sent an event of more than {MOST_EVENT:,} bytes.")
         return events
 
+    def __len__(self) -> int:
+        return len(self._left)
+
     def rest(self) -> bytes:
         """Return what came after the last complete event."""
         return bytes(self._left)
@@ -57,12 +61,17 @@ def with_value(event: bytes, value: Any) -> bytes:
     return b"\n".join([*named, _DATA + b" " + dump(value)]) + b"\n\n"
 
 
-async def mapped_events(chunks: AsyncIterator[bytes], change: Callable[[Any], Any]) -> AsyncIterator[bytes]:
-    """Yield the events of a stream, with changed JSON values. `change` returns None for an event that is left out."""
+async def mapped_events(chunks: AsyncIterator[bytes], change: Callable[[Any], Any], memory: Reservation) -> AsyncIterator[bytes]:
+    """Yield the events of a stream, with changed JSON values. `change` returns None for an event that is left out.
+
+    Raises `EngineLost` if an event is too long, and `GatewayFull` if it does not fit. `memory` has the present event until it is closed.
+    """
     splitter = EventSplitter()
     async for chunk in chunks:
         out = []
+        memory.resize(len(splitter) + 2 * len(chunk))
         for event in splitter.feed(chunk):
+            memory.resize(len(splitter) + 2 * len(chunk) + json_memory(event))
             value = event_value(event)
             if value is None:
                 out.append(event)

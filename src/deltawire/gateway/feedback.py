@@ -9,8 +9,8 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
 from blake3 import blake3
 
@@ -116,11 +116,14 @@ def _value(value: Any) -> Value:
     raise RequestMalformed(f"value must be true, false, a number from -10^9 to 10^9, or a text of 1 to {MAX_TEXT_VALUE:,} characters.")
 
 
-@dataclass(slots=True)
-class _Waiting:
-    feedback: Feedback
+class _Seen(NamedTuple):
+    """The hash of feedback that came, and whether the store has it. The feedback itself is kept only while it waits."""
+
     content: bytes
     stored: asyncio.Future[None]
+
+
+_Waiting: TypeAlias = tuple[Feedback, asyncio.Future[None]]
 
 
 class FeedbackIntake:
@@ -160,7 +163,7 @@ class FeedbackIntake:
         self._on_event = on_event
         self._number = 0
         self._waiting: list[_Waiting] = []
-        self._seen: OrderedDict[tuple[str | None, str], _Waiting] = OrderedDict()
+        self._seen: OrderedDict[tuple[str | None, str], _Seen] = OrderedDict()
         self._arrived = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
         self._refreshed = -_REFRESH_SECONDS
@@ -216,8 +219,8 @@ class FeedbackIntake:
         if found is None:
             if len(self._waiting) >= _MOST_WAITING:
                 raise GatewayBusy("too much feedback waits for the store.")
-            found = self._seen[name] = _Waiting(feedback, content, asyncio.get_running_loop().create_future())
-            self._waiting.append(found)
+            found = self._seen[name] = _Seen(content, asyncio.get_running_loop().create_future())
+            self._waiting.append((feedback, found.stored))
             self._arrived.set()
             while len(self._seen) > _MOST_SEEN and next(iter(self._seen.values())).stored.done():
                 self._seen.popitem(last=False)
@@ -275,20 +278,20 @@ class FeedbackIntake:
                         problem = str(error)
                         emit(self._on_event, "feedback-waits", reason=problem)
                     await asyncio.sleep(1.0)
-            for each in batch:
-                each.stored.set_result(None)
-            emit(self._on_event, "feedback-stored", number=self._number, feedback=len(batch), seconds=time.monotonic() - start)
+            for _, stored in batch:
+                stored.set_result(None)
+            count = len(batch)
+            del data, batch
+            emit(self._on_event, "feedback-stored", number=self._number, feedback=count, seconds=time.monotonic() - start)
             self._number += 1
 
     def _next_file(self) -> tuple[bytes, list[_Waiting]]:
         """Take what fits into one object."""
         count = min(_BATCH, len(self._waiting))
         while True:
-            batch = list({each.feedback.id: each for each in reversed(self._waiting[:count])}.values())[::-1]  # a file has each id once
-            file = FeedbackFile(self._run, self._session, self._number, tuple(each.feedback for each in batch))
-            if (
-                len(batch) == 1 or sum(len(repr(each.feedback)) for each in batch) * 6 < MAX_FEEDBACK_BYTES
-            ):  # a character takes 6 bytes at most
+            batch = list({each[0].id: each for each in reversed(self._waiting[:count])}.values())[::-1]  # a file has each id once
+            file = FeedbackFile(self._run, self._session, self._number, tuple(feedback for feedback, _ in batch))
+            if len(batch) == 1 or sum(len(repr(one)) for one, _ in batch) * 6 < MAX_FEEDBACK_BYTES:  # a character takes 6 bytes at most
                 data = file.to_bytes()
                 break
             count = (count + 1) // 2

@@ -14,6 +14,9 @@ _MOST_TOKENS = 1 << 21
 """The most tokens of an answer. A longer one is not recorded."""
 
 
+_PER_TOKEN = 64
+
+
 class InlineAnswer:
     """The tokens that an answer tells about.
 
@@ -62,7 +65,8 @@ class InlineAnswer:
             self._prompts[index] = tokens
 
     def _fits(self, values: list[Any]) -> bool:
-        self._room -= 1 + len(values)  # an empty list takes memory as well
+        size = 1 + len(values)  # an empty list takes memory as well
+        self._room = self._room - size if self._asked.memory.fits(_PER_TOKEN * size) else -1
         return self._room >= 0
 
     def _take_choice(self, choice: dict[str, Any]) -> None:

@@ -82,6 +82,9 @@ class GatewayOptions:
         Seconds after which recorded answers go to the store, even if they are few.
     most_bytes
         The most bytes of a request or of an answer that is not streamed.
+    memory_bytes
+        The most bytes of memory that requests, their answers and answers that wait to be recorded take together, about. Requests beyond it
+        are refused with status 503.
     most_requests
         The most requests at the same time.
     known_ids
@@ -106,6 +109,7 @@ class GatewayOptions:
     probe: float = 0.25
     flush: float = 1.0
     most_bytes: int = 32 << 20
+    memory_bytes: int = 1 << 30
     most_requests: int = 2048
     known_ids: int = 200_000
     store_seconds: float = 30.0
@@ -119,5 +123,8 @@ class GatewayOptions:
             raise ValueError("share is from 0 to 1")
         if self.user_key is not None and len(self.user_key) < 16:
             raise ValueError("user_key needs at least 16 bytes")
-        if min(self.patience, self.probe, self.flush, self.store_seconds) <= 0 or min(self.most_bytes, self.most_requests) < 1:
+        if (
+            min(self.patience, self.probe, self.flush, self.store_seconds) <= 0
+            or min(self.most_bytes, self.memory_bytes, self.most_requests) < 1
+        ):
             raise ValueError("times and limits must be positive")

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import RequestMalformed
 from .bodies import parse_object
+from .memory import Reservation
 
 EVENT = "gen_ai.evaluation.result"
 _MOST_EVENTS = 10_000
@@ -39,8 +40,8 @@ class EvaluationResult:
     span: str = ""
 
 
-def read_results(body: bytes, kind: str, *, is_traces: bool) -> list[EvaluationResult]:
-    """Return the evaluation results in the body of a request. Other events are left out. Raises `RequestMalformed`.
+def read_results(body: bytes, kind: str, *, is_traces: bool, memory: Reservation | None = None) -> list[EvaluationResult]:
+    """Return the evaluation results in the body of a request. Other events are left out. Raises `RequestMalformed` and `GatewayFull`.
 
     Parameters
     ----------
@@ -50,9 +51,11 @@ def read_results(body: bytes, kind: str, *, is_traces: bool) -> list[EvaluationR
         Its content type.
     is_traces
         Whether it has spans. Otherwise it has log records.
+    memory
+        The memory of the request.
     """
     try:
-        found = _from_json(parse_object(body), is_traces) if "json" in kind else _from_protobuf(body, is_traces)
+        found = _from_json(parse_object(body, memory), is_traces) if "json" in kind else _from_protobuf(body, is_traces)
         results = []
         for each in found:
             results.append(each)

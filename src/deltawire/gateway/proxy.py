@@ -21,6 +21,7 @@ from .channel_watch import ChannelWatch
 from .engine_pool import EnginePool, PooledEngine, joined
 from .event_stream import mapped_events
 from .inline import InlineAnswer
+from .memory import Reservation, json_memory
 from .options import GatewayOptions
 from .recorder import MOST_COPY, Recorder, Recording
 from .requests import CHANNEL_HEADER, EPISODE_HEADER, ID_HEADER, VERSION_HEADER, AskedFor, with_own_fields
@@ -135,7 +136,7 @@ class Proxy:
             if response.status_code == 200 and kind.startswith("text/event-stream"):
                 await self._stream(response, asked, recording, inline, told, send)
             else:
-                data = await joined(_chunks(response), self._most_bytes)
+                data = await joined(_chunks(response), self._most_bytes, asked.memory)
                 if response.status_code == 200:
                     data = _with_id(data, asked, inline)
                     if recording is not None:
@@ -145,6 +146,19 @@ class Proxy:
 
     async def _stream(
         self, response: Any, asked: AskedFor, recording: Recording | None, inline: InlineAnswer | None, headers: Headers, send: Send
+    ) -> None:
+        with asked.memory.beside() as event_memory:
+            await self._send_events(response, asked, recording, inline, headers, send, event_memory)
+
+    async def _send_events(
+        self,
+        response: Any,
+        asked: AskedFor,
+        recording: Recording | None,
+        inline: InlineAnswer | None,
+        headers: Headers,
+        send: Send,
+        event_memory: Reservation,
     ) -> None:
         chunks = _chunks(response)
         try:
@@ -156,12 +170,14 @@ class Proxy:
         await send_start(send, 200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers})
         events = _after(first, chunks)
         if inline is not None or asked.id.encode() not in first:
-            events = mapped_events(events, lambda value: _changed(value, asked, inline))
+            events = mapped_events(events, lambda value: _changed(value, asked, inline), event_memory)
         copies: list[bytes] = []
         room = MOST_COPY + 1  # a stream may have no end
         held: bytes | None = None
         try:
             async for data in events:
+                if room and not asked.memory.fits(min(room, len(data))):
+                    copies, room = [], 0  # the answer goes on, and is recorded without its text
                 if room:
                     copies.append(data[:room])
                     room -= len(copies[-1])
@@ -237,6 +253,7 @@ def _changed(value: Any, asked: AskedFor, inline: InlineAnswer | None) -> Any:
 def _with_id(data: bytes, asked: AskedFor, inline: InlineAnswer | None) -> bytes:
     if inline is None and asked.id.encode() in data[:256]:
         return data
+    asked.memory.add(2 * json_memory(data))  # it is parsed, and written anew
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):

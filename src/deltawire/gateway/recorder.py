@@ -15,13 +15,14 @@ from typing import Any
 
 from ..engines.answer_table import ANSWERS_ROUTE
 from ..engines.routed_experts import ModelRouters
-from ..errors import EngineLost
+from ..errors import GatewayError, GatewayFull
 from ..events import OnEvent, emit
 from .answers import Unusable, intent_of, row_of
 from .engine_pool import EnginePool, PooledEngine
 from .inline import InlineAnswer
 from .journal import Journal
 from .known_ids import KnownIds
+from .memory import MemoryBudget, Reservation, json_memory
 from .options import GatewayOptions
 from .requests import AskedFor
 from .uploads import Uploads
@@ -31,7 +32,6 @@ _AT_ONCE = 16
 _MOST_WAITING = 20_000
 MOST_COPY = 1 << 20
 """Longer answers are recorded without the facts that are read from their text."""
-_MOST_WAITING_BYTES = 256 << 20
 _MOST_ANSWER = 256 << 20
 _TRIES = 5
 
@@ -88,11 +88,6 @@ class Recording:
         self.begun()
         self._is_complete = self._has_begun
 
-    @property
-    def size(self) -> int:
-        """The bytes of the request and of the answer, which take memory until the answer is recorded."""
-        return self.asked.size + sum(map(len, self.copies))
-
     def close(self) -> None:
         """Record the answer if it is complete, and forget it otherwise."""
         if self._is_complete:
@@ -118,6 +113,8 @@ class Recorder:
         Gets the ids of all interactions.
     options
         What is recorded.
+    memory
+        The memory that requests may take together. Answers that wait to be recorded take at most half of it.
     user_hash
         Returns the hash of a user.
     routers
@@ -135,12 +132,13 @@ class Recorder:
         known: KnownIds,
         options: GatewayOptions,
         *,
+        memory: MemoryBudget,
         user_hash: Callable[[str], str],
         routers: Callable[[], ModelRouters | None],
         on_event: OnEvent | None = None,
     ) -> None:
         self._pool, self._journal, self._ended, self._uploads, self._known = pool, journal, ended, uploads, known
-        self._options = options
+        self._options, self._memory = options, memory
         self.user_hash = user_hash
         self._routers = routers
         self._on_event = on_event
@@ -201,11 +199,12 @@ class Recorder:
 
     def finish(self, recording: Recording) -> None:
         """Record an answer that was given."""
-        size = recording.size
-        if len(self._waiting) >= _MOST_WAITING or self._waiting_bytes + size > _MOST_WAITING_BYTES:
+        memory = recording.asked.memory
+        if len(self._waiting) >= _MOST_WAITING or self._waiting_bytes + memory.size > self._memory.most // 2:  # the rest is for requests
             self._unusable(self._journal, recording.intent, "too many answers wait to be recorded.")
             return
-        self._waiting_bytes += size
+        memory.hold()
+        self._waiting_bytes += memory.size
         self._waiting.append((self._journal, recording.intent, recording))
         self._arrived.set()
 
@@ -215,10 +214,10 @@ class Recorder:
                 self._arrived.clear()
                 await self._arrived.wait()
             journal, intent, recording = self._waiting.popleft()
-            self._waiting_bytes -= 0 if recording is None else recording.size
             self._busy += 1
             try:
-                await self._record(journal, intent, recording)
+                with self._memory.reservation() as memory:
+                    await self._record(journal, intent, recording, memory)
             except Unusable as error:
                 self._unusable(journal, intent, str(error))
             except OSError as error:
@@ -227,14 +226,17 @@ class Recorder:
                 self._unusable(journal, intent, f"{type(error).__name__}: {error}")
             finally:
                 self._busy -= 1
+                if recording is not None:
+                    self._waiting_bytes -= recording.asked.memory.size
+                    recording.asked.memory.close()
 
-    async def _record(self, journal: Journal, intent: dict[str, Any], recording: Recording | None) -> None:
+    async def _record(self, journal: Journal, intent: dict[str, Any], recording: Recording | None, memory: Reservation) -> None:
         engine = recording.engine if recording is not None else self._engine(str(intent["engine"]))
         if "calls" in intent:
             calls, mode = intent["calls"], None if engine is None else engine.logprobs
             oldest = await self._oldest(engine, intent["seq"])
         else:
-            calls, mode = await self._drawn(str(intent["engine"]), str(intent["id"]))
+            calls, mode = await self._drawn(str(intent["engine"]), str(intent["id"]), memory)
             oldest = None
         row = row_of(
             intent,
@@ -250,8 +252,8 @@ class Recorder:
         journal.add_row(str(intent["id"]), row)
         self._uploads.row_added()
 
-    async def _drawn(self, url: str, name: str) -> tuple[Any, str | None]:
-        """Ask an engine what it drew. Raises `Unusable` if it does not know."""
+    async def _drawn(self, url: str, name: str, memory: Reservation) -> tuple[Any, str | None]:
+        """Ask an engine what it drew. Raises `Unusable` if it does not know, or if the answer does not fit into the memory for long."""
         import httpx
 
         reason = ""
@@ -259,8 +261,13 @@ class Recorder:
             if attempt:
                 await asyncio.sleep(0.1 * 2**attempt)
             try:
-                answer = await self._pool.get(url + ANSWERS_ROUTE + name, most=_MOST_ANSWER)
-            except EngineLost as error:
+                memory.resize(0)
+                answer = await self._pool.get(url + ANSWERS_ROUTE + name, most=_MOST_ANSWER, memory=memory)
+                memory.add(json_memory(answer.data))
+            except GatewayFull as error:
+                reason = str(error)
+                continue
+            except GatewayError as error:
                 raise Unusable(str(error)) from None
             except (httpx.HTTPError, OSError) as error:
                 reason = f"{type(error).__name__}: {error}"

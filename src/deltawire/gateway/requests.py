@@ -14,6 +14,7 @@ from ..format.interactions import MAX_CHOICE
 from ..format.live_parts import ANY_ID, MAX_TAG_NAME, MAX_TAG_VALUE, MAX_TAGS, new_inference_id
 from .api_keys import Caller
 from .bodies import Headers, dump
+from .memory import MemoryBudget, Reservation, json_memory
 
 ID_HEADER, EPISODE_HEADER = "x-deltawire-inference-id", "x-deltawire-episode-id"
 VERSION_HEADER, CHANNEL_HEADER = "x-deltawire-version", "x-deltawire-channel"
@@ -47,8 +48,8 @@ class AskedFor:
         The tags that the caller gave.
     time
         When it came, in milliseconds since 1970.
-    size
-        The bytes of its body.
+    memory
+        The memory that the request, its answer and its recording take.
     """
 
     route: str
@@ -60,7 +61,7 @@ class AskedFor:
     tags: dict[str, str] = field(default_factory=dict)
     time: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
     id: str = ""
-    size: int = 0
+    memory: Reservation = field(default_factory=lambda: MemoryBudget().reservation())
 
     def __post_init__(self) -> None:
         self.id = new_inference_id(self.time)
@@ -91,7 +92,9 @@ class AskedFor:
         return _PREFIXES[self.route] + self.id
 
 
-def read_request(route: str, body: dict[str, Any], headers: Headers, caller: Caller, *, consent: bool) -> AskedFor:
+def read_request(
+    route: str, body: dict[str, Any], headers: Headers, caller: Caller, *, consent: bool, memory: Reservation | None = None
+) -> AskedFor:
     """Read a request. Raises `RequestMalformed` if a header, or the number of choices, cannot be used."""
     asked = AskedFor(
         route=route,
@@ -102,6 +105,8 @@ def read_request(route: str, body: dict[str, Any], headers: Headers, caller: Cal
         train=_consent(headers.get(CONSENT_HEADER), consent),
         tags=read_tags(headers.get(TAGS_HEADER)),
     )
+    if memory is not None:
+        asked.memory = memory
     if asked.choices > MAX_CHOICE + 1:
         raise RequestMalformed(f"n is {asked.choices}; at most {MAX_CHOICE + 1} completions are allowed.")
     return asked
@@ -173,6 +178,8 @@ def _user(headers: Headers, body: Mapping[str, Any], caller: Caller) -> str | No
 def with_own_fields(asked: AskedFor, raw: bytes, *, inline: bool) -> bytes:
     """Return the body for an engine. It is the caller's own, except where the gateway needs to say or to ask something.
 
+    Raises `GatewayFull` if a body of its own does not fit into the memory.
+
     Parameters
     ----------
     asked
@@ -189,4 +196,7 @@ def with_own_fields(asked: AskedFor, raw: bytes, *, inline: bool) -> bytes:
         own |= {"logprobs": True, "return_token_ids": True}
     elif inline and asked.route == "completions":
         own |= {"logprobs": asked.body.get("logprobs") or 0, "return_token_ids": True}
-    return raw if raw and not own else dump({**asked.body, **own})
+    if raw and not own:
+        return raw
+    asked.memory.add(json_memory(raw))
+    return dump({**asked.body, **own})

@@ -30,6 +30,7 @@ from .feedback import FeedbackIntake
 from .http_server import ENDING_SECONDS, listen
 from .journal import Journal, ended_sessions
 from .known_ids import KnownIds
+from .memory import MemoryBudget
 from .metrics_watch import MetricsWatch
 from .options import GatewayOptions
 from .proxy import Proxy
@@ -119,6 +120,7 @@ class _Gateway:
             )
             known = KnownIds(self._store, run, session, most=options.known_ids, on_event=self._on_event)
             uploads = Uploads(self._reading.open_log(self._store), [journal, *ended], flush=options.flush, on_event=self._on_event)
+            memory = MemoryBudget(options.memory_bytes)
             recorder = Recorder(
                 pool,
                 journal,
@@ -126,6 +128,7 @@ class _Gateway:
                 uploads,
                 known,
                 options,
+                memory=memory,
                 user_hash=lambda user: blake3(user.encode(errors="replace"), key=blake3(secret).digest()).hexdigest(),
                 routers=functools.cache(self._routers),
                 on_event=self._on_event,
@@ -134,7 +137,15 @@ class _Gateway:
             feedback = FeedbackIntake(self._store, run, session, known, metrics, seconds=options.store_seconds, on_event=self._on_event)
             proxy = Proxy(pool, channels, recorder, options=options, on_event=self._on_event)
             app = GatewayApp(
-                options, session, pool, proxy, feedback, keys, metrics=_text_of(self._prometheus), on_event=self._on_event
+                options,
+                session,
+                pool,
+                proxy,
+                feedback,
+                keys,
+                memory=memory,
+                metrics=_text_of(self._prometheus),
+                on_event=self._on_event,
             ).build()
             await asyncio.to_thread(metrics.start)
             open_parts.callback(metrics.close)
@@ -157,7 +168,7 @@ class _Gateway:
 
     async def _end_recording(self, recorder: Recorder, uploads: Uploads, journal: Journal, ended: list[Journal]) -> None:
         await recorder.close(ENDING_SECONDS)
-        await asyncio.to_thread(uploads.close, ENDING_SECONDS)
+        uploads.close(ENDING_SECONDS)  # nothing else runs, and threads of asyncio cannot start when the interpreter ends
         journal.close(remove=journal.is_empty())
         for other in ended:
             if not other.is_closed:

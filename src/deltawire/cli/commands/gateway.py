@@ -109,6 +109,10 @@ def gateway(
     ] = None,
     patience: Annotated[float, typer.Option("--patience", min=0.1, metavar="SECONDS", help="Wait this long for an engine.")] = 300.0,
     most_bytes: Annotated[int, typer.Option("--most-bytes", min=1024, metavar="N", help="Refuse requests that are larger.")] = 32 << 20,
+    memory_bytes: Annotated[
+        int,
+        typer.Option("--memory-bytes", min=1 << 20, metavar="N", help="Refuse requests while others take this much memory together."),
+    ] = 1 << 30,
     trust: TrustOption = None,
     run: RunOption = None,
     json: JsonLinesOption = False,
@@ -142,6 +146,7 @@ def gateway(
                 names=tuple(name or ()),
                 patience=patience,
                 most_bytes=most_bytes,
+                memory_bytes=memory_bytes,
                 **given,
             )
         except ValueError as error:
