@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..channel_moves import make_move
+from ..channel_moves import MoveTerms, make_move
 from ..options.chain import RunOption, StepOption, TrustOption, UrlArgument, find_seq, refuse_several
 from ..options.channels import (
     ByOption,
@@ -15,7 +15,6 @@ from ..options.channels import (
     ShareOption,
     SignMoveOption,
     WhyOption,
-    parts_per_million,
 )
 from ..options.common import JsonOption, VerboseOption
 
@@ -60,16 +59,14 @@ def promote(
             "say what to promote: --version N, --step N or --from CHANNEL; or --share PERCENT to change only the share."
         )
 
-    def decide(writer: ChannelWriter, chain: ChainLog) -> ChannelMove:
+    def decide(writer: ChannelWriter, chain: ChainLog, terms: MoveTerms) -> ChannelMove:
         from ...chain.channels import ChannelReader
-        from ...publish.channels import Reason
 
-        reason, parts = Reason(why, by), parts_per_million(share)
         seq = ChannelReader(chain, source).newest().target.seq if source is not None else find_seq(chain, version, step)
         commit = None if seq is None else chain.read(seq)
         if commit is None:
-            assert parts is not None
-            return writer.set_share(parts, reason=reason, expect=expect)
-        return writer.promote(commit, share=parts, reason=reason, expect=expect)
+            assert terms.share is not None
+            return writer.set_share(terms.share, reason=terms.reason, expect=terms.expect)
+        return writer.promote(commit, share=terms.share, reason=terms.reason, expect=terms.expect)
 
-    make_move(url, channel, decide, sign=sign, run=run, trust=trust, verbose=verbose, json=json)
+    make_move(url, channel, decide, share=share, why=why, by=by, expect=expect, sign=sign, run=run, trust=trust, verbose=verbose, json=json)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..channel_moves import make_move
+from ..channel_moves import MoveTerms, make_move
 from ..options.chain import RunOption, TrustOption, UrlArgument
 from ..options.channels import (
     ByOption,
@@ -15,7 +15,6 @@ from ..options.channels import (
     ShareOption,
     SignMoveOption,
     WhyOption,
-    parts_per_million,
 )
 from ..options.common import JsonOption, VerboseOption
 
@@ -54,11 +53,10 @@ def rollback(
     the trainer continues. A second rollback goes further back.
     """
 
-    def decide(writer: ChannelWriter, chain: ChainLog) -> ChannelMove:
+    def decide(writer: ChannelWriter, chain: ChainLog, terms: MoveTerms) -> ChannelMove:
         from ...chain.find import find_version
-        from ...publish.channels import Reason
 
         target = None if to is None else find_version(chain, to)
-        return writer.rollback(target, share=parts_per_million(share), reason=Reason(why, by), expect=expect)
+        return writer.rollback(target, share=terms.share, reason=terms.reason, expect=terms.expect)
 
-    make_move(url, channel, decide, sign=sign, run=run, trust=trust, verbose=verbose, json=json)
+    make_move(url, channel, decide, share=share, why=why, by=by, expect=expect, sign=sign, run=run, trust=trust, verbose=verbose, json=json)
