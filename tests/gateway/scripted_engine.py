@@ -32,6 +32,7 @@ class ScriptedEngine:
         self.gone = threading.Event()
         self.table = AnswerTable()
         self.running = True
+        self.experts: dict[str, Any] | None = None
 
     def serve(self, *, stop: threading.Event, on_ready: Callable[[str], Any]) -> None:
         asyncio.run(listen(self, "127.0.0.1", 0, stop, on_ready))
@@ -68,6 +69,8 @@ class ScriptedEngine:
         if RECORD_HEADER in headers and step != "break":
             choice = {"index": 0, "token_ids": [5, 6, 7, 8], "logprobs": {"token_logprobs": [-0.5] * 4}, "finish_reason": "stop"}
             choice["weight_versions"] = [{"version": self.label, "start": 0, "end": 4}]
+            if self.experts is not None:
+                choice["routed_experts"] = self.experts
             self.table.put(name, [{"prompt_token_ids": [1, 2], "choices": [choice]}], logprobs="processed_logprobs")
         own = {"id": f"chatcmpl-{name}", "object": "chat.completion.chunk", "created": 1, "model": "m"}
         if body.get("stream"):
