@@ -318,12 +318,9 @@ class LiveOracle:
             self._judge_gate(name, move)
 
     def _judge_gate(self, name: str, move: ChannelMove) -> None:
-        canary = next(
-            one for one in reversed(self.moves["canary"][: len(self.moves["canary"]) - (name == "canary")]) if one.kind != "share"
-        )
-        decision = self.decisions.get(canary.move)
-        if decision is None or decision.outcome != move.kind:
-            raise Violation(f"the gate moves {name} without evidence for move {canary.move} of the canary.")
+        stood = next((one for one in reversed(self.moves[name][:-1]) if one.kind != "share"), None)
+        if stood is None or not any(self._is_evidence(decision, name, stood, move) for decision in self.decisions.values()):
+            raise Violation(f"the gate moves {name} to commit {move.target.seq} without evidence.")
         self.counts[f"gate-{move.kind}"] += 1
         before = self.moves[name][-2].target.digest if len(self.moves[name]) > 1 else None
         if move.kind == "promote" and str(move.target.digest) in self.bad and str(before) not in self.bad:
@@ -331,6 +328,19 @@ class LiveOracle:
         for one in [each for each in self.moves[name][:-1] if each.by == GATE]:
             if (one.kind, one.why, one.target) == (move.kind, move.why, move.target) and name == "stable":
                 raise Violation(f"the gate moves {name} twice for one decision.")
+
+    @staticmethod
+    def _is_evidence(decision: GateRecord, name: str, stood: ChannelMove, move: ChannelMove) -> bool:
+        """Tell whether a decision allows a move of the gate: it was made about the move that stood, and names the target of a promotion.
+
+        A promoter may move the canary after the gate has read it and before the gate moves stable. Two channels cannot be compared and
+        moved at once. So the canary of the decision need not stand any more, but stable must go to exactly the version that was judged.
+        """
+        if decision.outcome != move.kind:
+            return False
+        if name == "canary":
+            return decision.canary.move == stood.move
+        return decision.stable.move == stood.move and decision.canary.target == move.target
 
     def is_settled(self, serving: Iterable[tuple[str, int | None]]) -> bool:
         """Tell whether no canary waits for a decision or its move, and all followers serve what their channels name.
