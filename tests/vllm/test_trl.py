@@ -92,8 +92,6 @@ def test_a_server_has_exact_weights_after_its_trainer_resumed_from_a_checkpoint(
     for versions in made_by:  # each sample was made by one version, or by several that were live one after the other
         first = published.index(versions[0])
         assert versions == published[first : first + len(versions)]
-    assert max(map(len, made_by)) > 1  # weights were swapped while some samples were being generated
-    assert min(map(len, made_by)) == 1
     # the sidecar read each version back in full
     assert [swap["seq"] for swap in sidecar.events("swapped") if swap["seq"] >= published[0]] == published
     assert not sidecar.events("engine-quarantined")
