@@ -4,7 +4,8 @@
 
 Each lane is a process of pytest. Its lines are printed at once, after the name of the lane. If a lane fails, or on Ctrl-C, the others are
 stopped, and the last lines of the failed lane are printed again at the end. There are more lanes than cores, because many tests wait most
-of the time. One process imports torch and transformers for all lanes and forks them, and the lanes fork their own processes from it.
+of the time. A lane that prints nothing for a long time counts as failed; by then, pytest has printed where its threads are. One process
+imports torch and transformers for all lanes and forks them, and the lanes fork their own processes from it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ LANES: dict[str, list[str]] = {
 
 GRACE = 60.0
 """Seconds that an interrupted lane has to stop the processes that it started."""
+SILENCE = 1200.0
+"""A lane that prints nothing for this many seconds waits for something that will not happen."""
 REPEATED = 200
 """The number of lines of a failed lane that are printed again at the end."""
 
@@ -69,7 +72,7 @@ class Lane:
         self.last: collections.deque[str] = collections.deque(maxlen=REPEATED)
         self.seconds: float | None = None
         self._printing = printing
-        self._began = time.monotonic()
+        self._began = self.heard = time.monotonic()
         options = ["-o", f"cache_dir=.pytest_cache/{name}", "--durations=8", "-rs"]
         # pytest warns that it cannot rewrite the assertions of modules that are already imported. Those are modules of libraries.
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
@@ -111,6 +114,7 @@ class Lane:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
+            self.heard = time.monotonic()
             self.last.append(line.rstrip())
             self.say(line.rstrip())
         self.seconds = time.monotonic() - self._began
@@ -127,6 +131,12 @@ def run(names: list[str]) -> int:
         while running:
             for lane in list(running):
                 status = lane.process.poll()
+                if status is None and time.monotonic() - lane.heard > SILENCE:
+                    lane.say(f"has printed nothing for {SILENCE:.0f} s and is stopped")
+                    lane.interrupt()
+                    running.remove(lane)
+                    lane.end()
+                    return _failed(lane, running)
                 if status is None:
                     continue
                 running.remove(lane)

@@ -35,7 +35,13 @@ class ScriptedEngine:
         self.experts: dict[str, Any] | None = None
 
     def serve(self, *, stop: threading.Event, on_ready: Callable[[str], Any]) -> None:
-        asyncio.run(listen(self, "127.0.0.1", 0, stop, on_ready))
+        async def serve() -> None:
+            try:
+                await listen(self, "127.0.0.1", 0, stop, on_ready)
+            finally:
+                self.go_on.set()  # otherwise a test that failed would wait for the waiting requests for ever
+
+        asyncio.run(serve())
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         headers, path = headers_of(scope), scope["path"]

@@ -109,6 +109,15 @@ def test_requests_that_do_not_fit_into_the_memory_are_answered_later(
         wait_until(lambda: budgets[0].used == 0, "the memory of all requests")
 
 
+def test_a_refused_body_is_read_to_its_end_so_that_its_sender_sees_the_answer(policy: TinyPolicy, store: Store, tmp_path: Path) -> None:
+    engine = ScriptedEngine(str(policy.first.seq))
+    body = b"w" * (32 << 20)  # more than the buffers of a connection hold
+    with serving(engine.serve) as url, gateway(store, tmp_path, url, memory_bytes=600_000) as scene:
+        for path, status in (("/v1/chat/completions", 413), ("/feedback", 413), ("/v1/logs", 413)):
+            assert scene.post(path, body)[0] == status
+        assert scene.post("/v1/chat/completions", body, {"host": "elsewhere"})[0] == 421
+
+
 def ways_to_end(scene: Scene, engine: ScriptedEngine) -> None:
     """Let requests end in each way that there is."""
     for stream in (False, True):

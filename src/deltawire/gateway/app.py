@@ -18,6 +18,7 @@ from .bodies import (
     Receive,
     Scope,
     Send,
+    discard_body,
     error_body,
     headers_of,
     parse_object,
@@ -65,7 +66,13 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         headers = headers_of(scope)
-        has_begun = False
+        has_begun, has_body = False, True
+
+        async def receiving() -> Any:
+            nonlocal has_body
+            message = await receive()
+            has_body = bool(message.get("more_body"))
+            return message
 
         async def sending(message: Any) -> None:
             nonlocal has_begun
@@ -79,13 +86,15 @@ class Endpoint:
             if caller.only_feedback and not self._is_feedback:
                 raise KeyRefused("this API key is only for feedback.")
             with self._gateway.counted() as memory:
-                await self._handler(scope, headers, caller, memory, receive, sending)
+                await self._handler(scope, headers, caller, memory, receiving, sending)
         except CallerGone:
             return
         except GatewayError as error:
             if has_begun:
                 raise
             emit(self._gateway.on_event, "request-refused", route=str(scope["path"])[:64], status=error.status, error=type(error).__name__)
+            if has_body:
+                await discard_body(receive)
             more = {"www-authenticate": "Bearer"} if error.status == 401 else {"retry-after": "1"} if error.retryable else {}
             await send_json(send, error_body(error), status=error.status, headers={**more, "connection": "close"})
 

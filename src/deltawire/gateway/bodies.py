@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -19,6 +20,8 @@ Headers: TypeAlias = Mapping[str, str]
 
 BODY_SECONDS = 120.0
 """A body must be complete after this time. Otherwise a few callers who send slowly could take all places."""
+DISCARDED_SECONDS, DISCARDED_BYTES = 5.0, 64 << 20
+"""The time and the bytes for what is left of the body of a refused request (`discard_body`)."""
 _PIECE = 64 << 10
 _MOST_VALUES = 2_000_000
 """The most values of a JSON body. An empty list has 3 bytes in a body and 64 in memory."""
@@ -45,6 +48,24 @@ async def read_body(
         return await asyncio.wait_for(_read_body(receive, headers, most, memory), seconds)
     except asyncio.TimeoutError:
         raise RequestSlow(f"the body was not complete after {seconds:g} s.") from None
+
+
+async def discard_body(receive: Receive) -> None:
+    """Read what is left of a body, and keep nothing of it.
+
+    A server that closes a connection before it has read everything resets it. The caller may then never see the answer.
+    """
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(_discard_body(receive), DISCARDED_SECONDS)
+
+
+async def _discard_body(receive: Receive) -> None:
+    left = DISCARDED_BYTES
+    while left > 0:
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if not message.get("more_body"):
+            return
 
 
 async def _read_body(receive: Receive, headers: Headers, most: int, memory: Reservation) -> bytes:
