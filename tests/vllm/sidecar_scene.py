@@ -59,6 +59,8 @@ class ServerDouble:
         }
         self.commit: str | None = None
         self.digest: str | None = None
+        self.undo: list[list[int]] = [[], []]
+        """The versions that each worker can go back to, the nearest first."""
         self.started_with: int | None = None
         """The version whose weights the server was started with."""
 
@@ -82,7 +84,8 @@ class ServerDouble:
         core = {"one_call": self.one_call, "paused": self.paused, "asleep": self.asleep, "held": self.held}
         core |= {"live": self.is_live, "why_not": None if self.is_live else "of its layout", "commit": self.commit, "digest": self.digest}
         core |= {"misfit": self.misfit, "loaded_types": "bfloat16"}
-        return [{**self.worker, **core}, {**self.worker, **core}]
+        kept = [[{"seq": seq, "commit": self.hashes(seq)} for seq in undo] for undo in self.undo]
+        return [{**self.worker, **core, "undo": undo} for undo in kept]
 
     def learn(self, table: Path) -> list[dict[str, Any]]:
         assert load_table(table)["w"].shape == (100,)

@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "gpu"))
 
 from emulator.build import compiler  # noqa: E402
 from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
-from fake_layout import FakeLayout, FakeWorker, HalfLayout, KeptState, State, alone  # noqa: E402
+from fake_layout import FakeHop, FakeLayout, FakeWorker, HalfLayout, KeptState, State, alone  # noqa: E402
 from fake_layout import stepped as changed_by_a_bit  # noqa: E402
 
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
@@ -32,7 +32,7 @@ from deltawire.engines.vllm.live import layout_update  # noqa: E402
 from deltawire.engines.vllm.live.layout_update import LayoutUpdate  # noqa: E402
 from deltawire.engines.vllm.live.live_weights import LiveWeights  # noqa: E402
 from deltawire.engines.vllm.live.ownership import replicas_agree  # noqa: E402
-from deltawire.engines.vllm.live.update_types import SwapOutcome  # noqa: E402
+from deltawire.engines.vllm.live.update_types import LiveVersion, SwapOutcome  # noqa: E402
 from deltawire.errors import BaseMismatch, CorruptDelta, EngineQuarantined, EngineRefused, ResultMismatch, TensorsTied  # noqa: E402
 from deltawire.tensors import columns  # noqa: E402
 from deltawire.tensors.bits import named_bits  # noqa: E402
@@ -72,6 +72,103 @@ def test_updates_are_exact_in_every_layout(confirm: Any, mixed: bool) -> None:
         if confirm == "written":
             worker.weights.check_direct()
         assert worker.weights.digest().owned == hop.target.digest, number
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("confirm", ["auto", "written", "everything"])
+def test_a_worker_goes_back_over_the_updates_that_it_keeps(confirm: Any, mixed: bool) -> None:
+    worker = FakeWorker(confirm=confirm, mixed=mixed)
+    worker.weights.undo.most_bytes = 1 << 30
+    held, versions = [worker.held()], [worker.weights.version]
+    for _ in range(3):
+        assert swap(worker, worker.step()).outcome == "made"
+        held.append(worker.held())
+        versions.append(worker.weights.version)
+    for number in (2, 1):
+        go_back(worker, versions[number])
+        assert worker.held() == held[number]
+    hop = FakeHop(worker.commits[1], worker.commits[2], worker.commits[2].files)
+    assert swap(worker, hop).outcome == "made"  # forwards again
+    assert worker.held() == held[2]
+    for number in (1, 0):
+        go_back(worker, versions[number])
+        assert worker.held() == held[number]
+    assert worker.weights.undo.versions == []
+    if confirm == "written":
+        worker.weights.check_direct()
+    assert worker.weights.digest().owned == worker.commits[0].digest
+
+
+def go_back(worker: FakeWorker, version: LiveVersion | None) -> None:
+    assert version is not None
+    assert worker.weights.undo.versions[0] == version
+    staged = worker.weights.undo.back_to(version.ref.seq)
+    assert staged is not None
+    assert worker.weights.swap(staged, alone).outcome == "made"
+    assert worker.weights.version == version
+
+
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("failing", ["first", "second"])
+def test_a_way_back_that_fails_at_any_step_is_undone_and_can_be_tried_again(worker: FakeWorker, failing: str) -> None:
+    worker.weights.undo.most_bytes = 1 << 30
+    before, version = worker.held(), worker.weights.version
+    assert swap(worker, worker.step()).outcome == "made"
+    after, latest = worker.held(), worker.weights.version
+    staged = worker.weights.undo.back_to(worker.commits[0].seq)
+    assert staged is not None
+    asked: list[bool] = []
+
+    def fails(failed: bool, claim: Any) -> list[int]:
+        """Another worker fails when the workers agree for the first or the second time."""
+        asked.append(failed)
+        return [1] if len(asked) == (1 if failing == "first" else 2) else alone(failed, claim)
+
+    assert worker.weights.swap(staged, fails).outcome == "refused"
+    assert worker.held() == after
+    assert worker.weights.version == latest
+    go_back(worker, version)
+    assert worker.held() == before
+
+
+def test_a_way_back_finds_weights_that_were_changed_by_other_code(worker: FakeWorker) -> None:
+    worker.weights.undo.most_bytes = 1 << 30
+    assert swap(worker, worker.step()).outcome == "made"
+    worker.layout.memory["direct"].view(-1)[3] ^= 1
+    staged = worker.weights.undo.back_to(worker.commits[0].seq)
+    assert staged is not None
+    assert worker.weights.swap(staged, alone).outcome == "quarantined"
+    assert worker.weights.undo.versions == []
+
+
+def test_updates_are_kept_within_their_memory_and_for_these_weights_only(worker: FakeWorker) -> None:
+    assert swap(worker, worker.step()).outcome == "made"
+    assert worker.weights.undo.versions == []  # nothing is kept unless it is asked for
+    staged = worker.weights.stage(worker.step(), worker.read)
+    worker.weights.undo.most_bytes = 2 * staged.nbytes - 1
+    assert worker.weights.swap(staged, alone).outcome == "made"
+    assert len(worker.weights.undo.versions) == 1
+    staged = worker.weights.stage(worker.step(change_one), worker.read)
+    assert worker.weights.swap(staged, alone).outcome == "made"
+    assert len(worker.weights.undo.versions) == 2
+    assert swap(worker, worker.step()).outcome == "made"
+    assert len(worker.weights.undo.versions) < 3
+    assert worker.weights.undo.nbytes <= worker.weights.undo.most_bytes
+    assert worker.weights.undo.back_to(worker.commits[0].seq) is None
+    worker.weights.forget()
+    assert worker.weights.undo.versions == []
+
+
+def test_an_update_that_cannot_be_taken_back_ends_the_way_back() -> None:
+    worker = FakeWorker(source=KeptState({}))
+    worker.weights.undo.most_bytes = 1 << 30
+    staged = worker.weights.stage(worker.step(), worker.read)
+    assert staged.update is not None
+    assert staged.update.can_turn
+    staged.update.kept["other"] = []  # values that the source will have, and whose old ones nobody holds
+    assert worker.weights.swap(staged, alone).outcome == "made"
+    assert worker.weights.undo.versions == []
 
 
 @pytest.mark.usefixtures("device")

@@ -87,6 +87,55 @@ def test_a_move_over_several_versions_is_one_swap(channel: ChannelScene) -> None
     assert channel.server.name == str(seqs[-1])
 
 
+@pytest.mark.parametrize("kept", ["by all", "by one"])
+def test_a_rollback_writes_back_what_all_workers_have_kept(channel: ChannelScene, kept: str) -> None:
+    channel.begin()
+    seqs = [channel.publish() for _ in range(3)]
+    channel.promote(seqs[-1])
+    channel.follower.step()
+    channel.server.calls.clear()
+    channel.server.swaps.clear()
+    back = [seqs[1], seqs[0], channel.first]
+    channel.server.undo = [back, back if kept == "by all" else back[:2]]
+    assert channel.server.info["undo_bytes"] == 512 << 20
+    channel.rollback()
+    channel.follower.step()
+    assert channel.server.name == str(channel.first)
+    if kept == "by all" and channel.server.one_call:
+        assert channel.server.swaps == [back]
+        assert channel.server.calls == ["prepare", "swap drop"]
+    else:  # by routes, it would serve the versions between
+        assert "load" in channel.server.calls or channel.server.calls == ["swap drop store"]
+
+
+def test_a_rollback_that_the_workers_refuse_loads_a_checkpoint(channel: ChannelScene) -> None:
+    channel.begin()
+    seq = channel.publish()
+    channel.promote(seq)
+    channel.follower.step()
+    channel.server.undo = [[channel.first], [channel.first]]
+    channel.server.failing = {"stage"}  # a worker was started again
+    channel.server.calls.clear()
+    channel.rollback()
+    channel.follower.step()
+    assert channel.server.name == str(channel.first)
+    assert channel.server.calls[-1] in ("swap drop store", "resume")
+
+
+@pytest.mark.parametrize("channel", [True], indirect=True)
+def test_a_rollback_that_fails_while_the_workers_write_loads_a_checkpoint(channel: ChannelScene) -> None:
+    channel.begin()
+    seq = channel.publish()
+    channel.promote(seq)
+    channel.follower.step()
+    channel.server.undo = [[channel.first], [channel.first]]
+    channel.server.answers = ["quarantined"]
+    channel.rollback()
+    channel.follower.step()
+    assert (channel.server.name, channel.server.paused) == (str(channel.first), False)
+    assert channel.server.calls[-1] == "swap drop store"
+
+
 @pytest.mark.parametrize("channel", [True], indirect=True)
 def test_a_server_that_fails_between_versions_loads_the_new_one_in_full(channel: ChannelScene) -> None:
     channel.begin()

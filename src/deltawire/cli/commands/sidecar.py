@@ -112,6 +112,16 @@ def sidecar(
             show_default=False,
         ),
     ] = None,
+    undo_bytes: Annotated[
+        int | None,
+        typer.Option(
+            "--undo-bytes",
+            min=0,
+            metavar="BYTES",
+            help="Let each worker keep its last updates in this memory, to roll back at once: 512 MiB with --channel, else 0.",
+            show_default=False,
+        ),
+    ] = None,
     canary: CanaryOption = Canary.off,
     swap: Annotated[
         SwapBy, typer.Option("--swap", help="Swap in one call if the server can, or always by vLLM's routes, which takes longer.")
@@ -182,6 +192,7 @@ def sidecar(
                 options=reading(run, trust, reader=name, relays=relays),
                 threads=threads,
                 gpu_share=gpu_share,
+                undo_bytes=undo_bytes,
                 on_event=on_event,
             )
         )

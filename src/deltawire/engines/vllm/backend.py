@@ -86,6 +86,9 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
         The share of a GPU's time that staging an update may take while the server generates. 1 means as much as it can get.
     relays
         Copies of the chain that relays keep. The workers read from them if they are nearer than `url`.
+    undo_bytes
+        The most memory that the last updates may take in each worker, beside its weights. The worker then goes back to the versions before
+        them at once. 0 keeps none.
     """
 
     mirror: str | None = None
@@ -97,6 +100,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     threads: int | None = None
     gpu_share: float = DEFAULT_SHARE
     relays: list[str] = field(default_factory=list)
+    undo_bytes: int = 0
 
 
 @dataclass
@@ -366,23 +370,22 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             raise EngineRefused(f"gpu_share must be above 0 and at most 1, not {info.gpu_share}.")
         pace = StagingPace(info.gpu_share, memory_bandwidth(self.device))
         if self._weights is not None:
-            self._weights.set(confirm=_confirm(info), threads=threads, pace=pace)
+            self._weights.set(confirm=_confirm(info), threads=threads, pace=pace, undo_bytes=info.undo_bytes)
             return self._weights
         model = self._model
         self._bases = KeptBases(spool / "kept" / str(self.vllm_config.instance_id), model.checkpoint)
         asleep = "the server has sleep mode, whose memory cannot be shared" if self.model_config.enable_sleep_mode else None
         self._peers = PeerBases(self._bases, refusal=asleep)
-        return LiveWeights(
+        weights = LiveWeights(
             self.model,
             model.learn_layout,
             source=self._peers,
             recompute=model.recompute,
             reprocess=model.reprocess,
             load=model.load_module,
-            confirm=_confirm(info),
-            threads=threads,
-            pace=pace,
         )
+        weights.set(confirm=_confirm(info), threads=threads, pace=pace, undo_bytes=info.undo_bytes)
+        return weights
 
     def _check_draft(self, seq: int) -> None:
         """Raise, in the last worker, unless the draft model of all workers has a version."""

@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -28,7 +25,6 @@ from ....chain.version import Version
 from ....chain.walk_route import taking, walk_route
 from ....errors import ChainError, DecodingDiffers, EngineModelDiffers, EngineQuarantined, EngineRefused, SpoolError
 from ....events import OnEvent, Value, emit
-from ....format.digest import Digest
 from ....format.records.record_parts import FileEntry
 from ....format.records.version_records import Commit
 from ....subscribe.delta_spool import DeltaSpool
@@ -41,8 +37,10 @@ from ...base import KvCache
 from ...swap.swap_controller import SwapController, SwapRecord, SwapState
 from .. import QUARANTINED_LABEL
 from ..model_fit import describe_types, is_adapter
+from .replica_settings import ReplicaSettings
 from .routes import EngineUnreachable, WorkerStatus
 from .server_update import OneCallUpdate, PausableServer, RoutesUpdate, ServerUpdate, has_version, label, worker_errors
+from .worker_versions import started_with, versions_back
 
 _SHORTEST_WAIT, _LONGEST_WAIT, _LONGEST_FIRST_WAIT = 0.005, 0.25, 2.0
 """Seconds before a question whether the workers have staged a version. A version may be much smaller than the one before it."""
@@ -52,57 +50,8 @@ the beginning. If there was no version before, only the third share counts."""
 _MOST_LIVE_FAILURES = 2
 """After this many live updates that were refused one after the other, the version is loaded from a mirror."""
 _KEPT_HOPS = 2
-_MOST_ADOPTED = 64
-"""A server may have been started with any of this many versions before the newest one, or with the last full checkpoint."""
-
 Report = Callable[[str, int | None, str | None], None]
 """Tells the store what became of an update: the state of the engine, the number of its commit, and an error."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaSettings:
-    """The way in which a server is brought to new versions.
-
-    Parameters
-    ----------
-    url
-        The location of the chain, for workers that load from the store.
-    spool
-        The directory of the spool.
-    mirror
-        The directory of the mirror, if there must be one.
-    prefers_mirror
-        Whether full checkpoints are loaded from the mirror, and not from the store. A mirror that exists is always preferred.
-    run
-        The name that the run must have, for workers that load from the store.
-    confirm
-        What the workers check after each update: "auto", "written" or "everything". `InitInfo` in backend.py describes them.
-    threads
-        Number of threads for decoding and digests. None means one per core.
-    trusted_keys
-        Public keys. A mirror that none of them signed is not used.
-    staging_patience
-        Seconds that the workers may take to stage a version.
-    gpu_share
-        The share of a GPU's time that staging may take. None leaves it to the workers.
-    relays
-        Copies of the chain that relays keep, for workers that load from the store.
-    channel
-        The channel that the mirror follows. None follows the newest version.
-    """
-
-    url: str
-    spool: Path
-    mirror: Path
-    prefers_mirror: bool = False
-    run: str | None = None
-    confirm: str = "auto"
-    threads: int | None = None
-    trusted_keys: Sequence[str] = ()
-    staging_patience: float = 600.0
-    gpu_share: float | None = None
-    relays: Sequence[str] = ()
-    channel: str | None = None
 
 
 class ServerReplica:
@@ -194,7 +143,7 @@ class ServerReplica:
         workers = self._connect()
         if self._commit is None:
             self._recognise(workers, target, context)
-        if self._commit != target:
+        if self._commit != target and not self._go_back(workers, target, context):
             if self._is_live and self._commit is not None and self._live_failures < _MOST_LIVE_FAILURES:
                 self._move_live(target, context)
             else:
@@ -267,7 +216,7 @@ class ServerReplica:
         if self._is_live and self._commit is None and self.controller.state is not SwapState.QUARANTINED:
             # A server that is held off its channel must not be resumed there, so it is taken for one without a version.
             only_target = context.in_one and self._server.is_held
-            self._commit = self._adopt((target,) if only_target else _started_with(workers, target, anchor.target, context), context)
+            self._commit = self._adopt((target,) if only_target else started_with(workers, target, anchor.target, context), context)
 
     def _check_fit(self, workers: Sequence[WorkerStatus], table: TensorTable, target: Commit) -> None:
         """Raise `EngineModelDiffers` if the tensors of the chain do not fit the model of the server."""
@@ -300,6 +249,8 @@ class ServerReplica:
         info: dict[str, Any] = {"spool": str(settings.spool.absolute()), "confirm": settings.confirm, "threads": settings.threads}
         if settings.gpu_share is not None:
             info["gpu_share"] = settings.gpu_share
+        if settings.undo_bytes:  # servers with an older plugin do not know it
+            info["undo_bytes"] = settings.undo_bytes
         if self._mirror is not None:
             return info | {"mirror": str(settings.mirror.absolute())}
         if settings.relays:
@@ -322,6 +273,21 @@ class ServerReplica:
         return all(has_version(worker, commit) for worker in workers) and self._routes.weight_version() == label(Version.of(commit))
 
     # The way of an update
+
+    def _go_back(self, workers: Sequence[WorkerStatus], target: Commit, context: SyncContext) -> bool:
+        """Let the workers write back what their last updates replaced. Returns False if they do not go back to the target this way."""
+        versions = versions_back(workers, target, context) if self._is_live and self._commit is not None else []
+        if not versions or (len(versions) > 1 and not self._server.one_call):
+            return False
+        try:
+            with context.report.watch.phase("apply"):
+                self._stage(Version.of(versions[0]))
+                context.check_wanted()
+                self._update(target, anew=False, between=versions[:-1])
+        except (EngineRefused, EngineQuarantined):  # deltas or a full checkpoint may lead there
+            return False
+        self._commit, self._live_failures = target, 0
+        return True
 
     def _move_live(self, target: Commit, context: SyncContext) -> None:
         def find() -> Sequence[Hop]:
@@ -499,17 +465,3 @@ def wait_before_asking(elapsed: float, last: float) -> float:
     if elapsed < first:
         return max(_SHORTEST_WAIT, first - elapsed)
     return max(_SHORTEST_WAIT, min((_NEXT_SHARE if last else _UNKNOWN_SHARE) * elapsed, _LONGEST_WAIT))
-
-
-def _started_with(workers: Sequence[WorkerStatus], target: Commit, anchor: Commit, context: SyncContext) -> Iterator[Commit]:
-    """Yield the versions that a server may have been started with: those with its digest, if its workers tell it."""
-    digests = [worker.get("digest") for worker in workers]
-    if not all(digests):
-        yield from (target,) if anchor == target else (target, anchor)
-        return
-    total = sum(map(Digest.from_hex, filter(None, digests)), Digest())
-    earlier = (context.log.read(seq) for seq in range(target.seq - 1, max(0, target.seq - _MOST_ADOPTED), -1))
-    for commit in itertools.chain((target, anchor), earlier):
-        if commit is not None and commit.digest == total and commit.kind != "fence" and not context.log.is_void(commit):
-            yield commit
-            return

@@ -34,11 +34,14 @@ from ....subscribe.pin_keeper import reader_name
 from ...base import KvCache
 from ...swap.swap_controller import SwapState
 from .. import QUARANTINED_LABEL as QUARANTINED_LABEL
+from .replica_settings import ReplicaSettings
 from .routes import EngineUnreachable, PauseMode, VllmRoutes, WrongServer
 from .server_canary import CanaryKind, ServerCanary
-from .server_replica import ReplicaSettings, ServerReplica
+from .server_replica import ServerReplica
 from .server_update import PausableServer, label
 
+_UNDO_BYTES = 512 << 20
+"""The memory for the last updates in each worker of a server that follows a channel, unless the user says otherwise."""
 _MOST_DOUBLINGS = 5
 """After failures, the time between two attempts is doubled at most this many times."""
 
@@ -81,6 +84,9 @@ class Sidecar:
     gpu_share
         The share of a GPU's time that staging may take while the server generates. None means 0.03: generation slows down by less than 3%,
         and 16 GB of weights take an H200 0.8 s instead of 0.2 s. 1 means as fast as possible.
+    undo_bytes
+        The most memory, beside the weights, that each worker may use to keep its last updates. The server then goes back to the versions
+        before them at once, without the store. None means 512 MiB if it follows a channel, and otherwise 0.
     on_event
         Called with each event, on the thread where it happened.
     """
@@ -101,6 +107,7 @@ class Sidecar:
         threads: int | None = None,
         staging_patience: float = 600.0,
         gpu_share: float | None = None,
+        undo_bytes: int | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
         options = options or ReaderOptions()
@@ -132,6 +139,7 @@ class Sidecar:
             staging_patience=staging_patience,
             gpu_share=gpu_share,
             channel=options.channel,
+            undo_bytes=(_UNDO_BYTES if options.channel is not None else 0) if undo_bytes is None else undo_bytes,
         )
         self._canary = None if canary == "off" else ServerCanary(canary, self.routes, on_event)
         server = PausableServer(self.routes, pause, may_call_once=one_call)

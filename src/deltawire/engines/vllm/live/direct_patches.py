@@ -111,6 +111,10 @@ class DirectPatches:
             self._swapped -= 1
             patch.exchange(wait=False)
 
+    def turn(self) -> None:
+        """Let `apply` write the values that the patches hold now, which must be all old ones or all new ones."""
+        self._swapped = len(self._patches) - self._swapped
+
     def digest(self) -> Digest:
         """Return the digest of all direct tensors. What `apply` has digested is not read again. Call both in the same thread."""
         if self._sums is None:

@@ -260,6 +260,21 @@ class LayoutUpdate:
         for load in self._loads.values():  # last, because loading may have failed half-way
             load.revert()
 
+    @property
+    def can_turn(self) -> bool:
+        """True if the update holds everything that it replaces, so that it can be turned."""
+        return not self._loads and not self.kept
+
+    def turn(self) -> None:
+        """Let `apply` write the old values, and `revert` the new ones. All values must be written, or all written back."""
+        self.is_applied = not self.is_applied
+        self._patches.turn()
+        for scatter in self._scatters:
+            assert scatter.old is not None
+            scatter.new, scatter.old = scatter.old, scatter.new
+        self._scatters.reverse()
+        self.direct_change, self.mapped_change = Digest() - self.direct_change, Digest() - self.mapped_change
+
     def digest_direct(self) -> Digest:
         """Return the digest of all direct tensors. What `apply` has digested is not read again."""
         return self._patches.digest()

@@ -111,6 +111,9 @@ class LiveStaging:
         version = self._weights.version
         if version is None:
             raise BaseMismatch(f"an update to commit {seq} cannot be staged, because the version of the weights is unknown.")
+        back = self._weights.undo.back_to(seq)
+        if back is not None:
+            return back
         hop = self._spool.hop(version.ref, seq)
         if hop is None and isinstance(self._spool, FetchingSpool):
             raise EngineRefused(

@@ -163,6 +163,8 @@ class LiveUpdates:
         version = self.weights.version
         if self.staged == seq or version is None:
             return version is not None
+        if self.weights.undo.back_to(seq) is not None:
+            return True
         try:
             return self._spool.hop(version.ref, seq) is not None
         except Exception:  # all workers ask each other next, so none of them may raise
@@ -198,6 +200,7 @@ class LiveUpdates:
             return SwapOutcome("refused", f"{type(error).__name__}: {error}")
         outcome = self.weights.swap(staged[0], agree)
         self._staging.run_later(staged.clear)  # not here: the server waits, and it takes time to free the memory of many changes
+        self._staging.run_later(self.weights.undo.free)
         self._digest = None
         if self.weights.is_unconfirmed:
             self._staging.run_later(self._confirm)
@@ -239,7 +242,9 @@ class LiveUpdates:
             "digest": None if self._digest is None else self._digest.hex(),
             "tensors": dict(self._kinds),
             "modules": modules_of(layout),
-            "staged_bytes": 0 if staged is None else staged.nbytes,
+            "staged_bytes": 0 if staged is None or staged.is_back else staged.nbytes,
+            "undo": [{"seq": version.ref.seq, "commit": version.ref.commit} for version in self.weights.undo.versions],
+            "undo_bytes": self.weights.undo.nbytes,
             **({} if self._peers is None else self._peers.status()),
         }
 

@@ -28,6 +28,7 @@ from .module_rules import Load, ModuleRules, Recompute, Reprocess
 from .ownership import Blocks, Decoders, Owned, find_owned
 from .staging_pace import StagingPace
 from .swap_transaction import make_swap, noting, timed
+from .undo import LiveUndo
 from .update_types import Agree, Digests, LiveVersion, Outcome, StagedUpdate, SwapOutcome
 
 logger = logging.getLogger("vllm.deltawire")
@@ -120,6 +121,8 @@ class LiveWeights:
         """Tensors of which no worker holds anything. The first worker digests them."""
         self._rank = 0
         self._decoders: Decoders | None = None
+        self.undo = LiveUndo()
+        """The last updates, if they are kept."""
 
     def learn(self, table: TensorTable, *, alone: bool = True) -> None:
         """Learn where the model keeps each element of the chain's tensors. The version is forgotten. Call it on the worker's main thread.
@@ -169,7 +172,7 @@ class LiveWeights:
         assert self.layout is not None
         return frozenset(name for name, tensor in self.layout.tensors.items() if tensor.kind != "absent")
 
-    def set(self, *, confirm: Confirm, threads: int | None, pace: StagingPace) -> None:
+    def set(self, *, confirm: Confirm, threads: int | None, pace: StagingPace, undo_bytes: int = 0) -> None:
         """Change settings. Layout and version stay.
 
         Parameters
@@ -180,7 +183,10 @@ class LiveWeights:
             Number of threads for decoding and digests on the host. None means one per core.
         pace
             Spreads the decoding of an update over time.
+        undo_bytes
+            The most memory that the last updates may take, so that the weights can go back to earlier versions.
         """
+        self.undo.most_bytes = undo_bytes
         self._confirm, self._threads, self._pace = confirm, threads, pace
 
     @property
@@ -232,14 +238,17 @@ class LiveWeights:
             The version.
         """
         self.version, self.is_quarantined, self.is_unconfirmed = version, False, False
+        self.undo.clear()
 
     def forget(self) -> None:
         """Forget the version, because other code has written to the weights."""
         self.version = None
+        self.undo.clear()
 
     def quarantine(self) -> None:
         """Take the weights for unknown. They accept no update then, until other code has loaded them."""
         self.version, self.is_quarantined, self.is_unconfirmed = None, True, False
+        self.undo.clear()
 
     def stage(self, hop: DeltaHop, read: Read, peek: Read | None = None) -> StagedUpdate:
         """Decode a hop against the live weights, while the server generates. Changes nothing.
@@ -321,9 +330,16 @@ class LiveWeights:
         began = time.perf_counter()
         errors: list[str] = []
         outcome: Outcome = "quarantined"
+        before, turned = self.version, staged.update if staged.is_back else None
         try:
             with noting(errors):
+                if turned is not None:
+                    turned.turn()
                 outcome = make_swap(self, staged, agree, errors, times)
+                if outcome == "made" and before is not None:
+                    self.undo.note(staged, before)
+                elif outcome == "refused" and turned is not None:
+                    turned.turn()
         except BaseException:  # such as an interrupt in the middle of a write
             self.quarantine()
             raise

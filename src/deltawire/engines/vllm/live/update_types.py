@@ -64,6 +64,8 @@ class StagedUpdate:
         The memory that the changes occupy.
     unchecked
         Digests before and after of parts that not all workers decode. The sums over all workers must be zero.
+    is_back
+        True if the update was written before, and its old values are written now (`LiveUndo`).
     """
 
     hop: DeltaHop
@@ -72,6 +74,7 @@ class StagedUpdate:
     target: LiveVersion
     nbytes: int
     unchecked: tuple[Digest, Digest]
+    is_back: bool = False
 
     @property
     def claim(self) -> Claim:
