@@ -10,7 +10,8 @@ part of the plan publishes one version:
     load      eight streams
     staging   eight streams, and the update is staged again and again for some seconds. Shows how much staging slows generation.
 
-`:keep` or `:drop` after it says what happens to the KV cache. After the plan, the weights are compared with hashes that are worked out
+`:keep` or `:drop` after it says what happens to the KV cache. After the plan, the server goes back over one more update, as in a rollback,
+and forwards again. Then the weights are compared with hashes that are worked out
 without vLLM; then all weights are overwritten and loaded by vLLM's own full reload, which must give the same memory, bit for bit.
 
 OUT/MODEL.json has everything that was seen. It is written after each part. When `--seconds` are over, the remaining parts are left out.
@@ -223,6 +224,8 @@ class Measurement:
             told["updates"].append(self._update(step, publisher, sidecar, server, state))
             self._write()
         told["generation_changed"] = server.generate() != first
+        if self._left() > 60:
+            self._go_back(publisher, sidecar, server, state)
         self._compare(server, state)
         if self._left() > 25:
             self._reload(server, state)
@@ -343,6 +346,46 @@ class Measurement:
             sums.setdefault(name, []).append(ms)
         self._say("    " + ", ".join(f"{name} {len(each)} × {sum(each) / len(each):.2f} ms" for name, each in sums.items()))
 
+    def _go_back(self, publisher: Publisher, sidecar: Sidecar, server: Server, state: State) -> None:
+        """Let the workers keep an update, publish one, and go back over it while eight streams generate. Compare all memory of the model."""
+        sidecar.close()
+        train(state, self._options.density, 99)
+        with contextlib.closing(self._sidecar(server, undo_bytes=1 << 30)) as keeping:
+            keeping.step()
+            memory, served = server.call("probe_memory"), keeping.served
+            publisher.publish(state)
+            keeping.step()
+            assert served is not None
+            after = keeping.served
+            (kept,) = keeping.routes.status()
+            load = Load(server.url, _STREAMS["load"])
+            time.sleep(1.0)
+            server.call("probe_use", True)
+            began = time.monotonic()
+            answer = keeping.routes.swap(served.seq, str(served.seq), KvCache.KEEP)
+            ended = time.monotonic()
+            use, (status,) = server.call("probe_use"), keeping.routes.status()
+            time.sleep(0.5)
+            requests = load.stop()
+            self.told["back"] = {
+                "kept": kept.get("undo"),
+                "kept_bytes": kept.get("undo_bytes"),
+                "outcome": answer.outcome,
+                "error": answer.error,
+                "call_ms": (ended - began) * 1e3,
+                "drain_ms": answer.drain_ms,
+                "swap_ms": answer.swap_ms,
+                "worker": status["last"],
+                "seq": [None if after is None else after.seq, status["seq"], served.seq],
+                "gap_ms": max(load.gaps(began, ended), default=None),
+                "requests": requests,
+                "use": use,
+                "same_memory": server.call("probe_memory") == memory,
+            }
+            keeping.step()  # forwards again
+        self._say(f"back: {self.told['back']}")
+        self._write()
+
     def _compare(self, server: Server, state: State) -> None:
         """Compare the parameters in the server with those that the weights should give."""
         with self._clock("compare"):
@@ -376,9 +419,9 @@ class Measurement:
         self._say(f"vLLM's own reload: {self.told['reload']}")
         self._write()
 
-    def _sidecar(self, server: Server) -> Sidecar:
+    def _sidecar(self, server: Server, **more: Any) -> Sidecar:
         parameters = inspect.signature(Sidecar.__init__).parameters
-        places: dict[str, Any] = {"spool": self._work / "spool"}
+        places: dict[str, Any] = {"spool": self._work / "spool", **more}
         if "mirror" in parameters:
             places["mirror"] = None
         sidecar = Sidecar(server.url, str(self._work / "store"), on_event=lambda event: self._events.append(event.to_json()), **places)
