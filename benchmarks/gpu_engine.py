@@ -347,7 +347,7 @@ class Measurement:
         self._say("    " + ", ".join(f"{name} {len(each)} × {sum(each) / len(each):.2f} ms" for name, each in sums.items()))
 
     def _go_back(self, publisher: Publisher, sidecar: Sidecar, server: Server, state: State) -> None:
-        """Let the workers keep an update, publish one, and go back over it while eight streams generate. Compare all memory of the model."""
+        """Let the workers keep an update, publish one, and go back over it while eight streams generate. Compare all memory."""
         sidecar.close()
         train(state, self._options.density, 99)
         with contextlib.closing(self._sidecar(server, undo_bytes=1 << 30)) as keeping:
