@@ -6,7 +6,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,8 +30,8 @@ from ..tensors.pending_state import PendingState
 from ..tensors.state import Progress, codec_for, digest_tensors, thread_count
 from .progress import reporting
 
-_WORTH_THREADS = 1 << 20
-"""From this many bytes of files on, several threads finish them."""
+_WORTH_THREAD = 1 << 15
+"""A file with this many bytes of payloads, or more, is finished by another thread than the one that works with the GPU."""
 
 _MOST_WRITERS = 4
 
@@ -86,7 +86,8 @@ def encode_with_summary(
 def encode_many(states: Sequence[tuple[State, State]], *, threads: int | None = None) -> list[tuple[bytes, DeltaSummary]]:
     """Return what `encode_with_summary` returns for each pair of a base and a new state.
 
-    A GPU encodes all of them at once, which takes little more time than one of them: it does not wait for the host in between.
+    A GPU encodes all of them at once, which takes little more time than one of them: it does not wait for the host in between. Threads make
+    the first files while it still encodes.
 
     Parameters
     ----------
@@ -98,16 +99,13 @@ def encode_many(states: Sequence[tuple[State, State]], *, threads: int | None = 
     count = thread_count(threads)
     works = [_work_on(base, new, None, count) for base, new in states]
     if not works or not all(work.codec.prefers_whole_state for work in works):
-        return [_finish(work, work.codec.encode_groups([group for _, group in work.groups], count), count) for work in works]
-    found = iter(works[0].codec.encode_groups([group for work in works for _, group in work.groups], count))
-    encoded = [list(itertools.islice(found, len(work.groups))) for work in works]
-    for check in {check for work in works for check in work.checks}:
-        check()
-    writers = min(count, len(works), _MOST_WRITERS)
-    if writers < 2 or sum(len(piece) for groups in encoded for group in groups for piece in group.pieces) < _WORTH_THREADS:
-        return [_finish(work, groups, count) for work, groups in zip(works, encoded, strict=True)]
-    with ThreadPoolExecutor(writers, "deltawire-encode") as pool:  # each thread hashes whole files
-        return list(pool.map(_finish, works, encoded, itertools.repeat(1)))
+        return [_encoded_file(work, count) for work in works]
+    with ThreadPoolExecutor(min(count, len(works), _MOST_WRITERS), "deltawire-encode") as pool:  # it starts threads when they are needed
+        files = _Files(works, None if count < 2 else pool)
+        works[0].codec.encode_groups([group for work in works for _, group in work.groups], count, files.add)
+        for check in {check for work in works for check in work.checks}:
+            check()
+        return files.finish()
 
 
 def write_delta(base: State, new: State, path: Path, *, threads: int | None = None, progress: Progress | None = None) -> DeltaSummary:
@@ -165,7 +163,60 @@ def _encode(
     work = _work_on(base, new, casting, threads)
     with reporting(progress, work.weight_bytes):
         found = work.codec.encode_groups([group for _, group in work.groups], threads)
+    for check in work.checks:
+        check()
     return _write(work, found, threads, write)
+
+
+class _Files:
+    """Delta files, each of which is finished as soon as its groups are encoded.
+
+    Parameters
+    ----------
+    works
+        The work of all files. Their checks are left to the caller.
+    pool
+        Finishes large files; None if the calling thread does.
+    """
+
+    def __init__(self, works: Sequence[_Work], pool: Executor | None) -> None:
+        self._works = works
+        self._pool = pool
+        self._places = [(number, place) for number, work in enumerate(works) for place in range(len(work.groups))]
+        self._encoded: list[dict[int, EncodedGroup]] = [{} for _ in works]
+        self._finished: dict[int, Future[tuple[bytes, DeltaSummary]] | tuple[bytes, DeltaSummary]] = {}
+
+    def add(self, number: int, group: EncodedGroup) -> None:
+        """Take a group that is encoded, by its number among the groups of all files."""
+        file, place = self._places[number]
+        encoded = self._encoded[file]
+        encoded[place] = group
+        if len(encoded) == len(self._works[file].groups):
+            self._finish(file)
+
+    def finish(self) -> list[tuple[bytes, DeltaSummary]]:
+        """Return all files in order. All groups must have been added."""
+        for file, work in enumerate(self._works):
+            if not work.groups:
+                self._finish(file)
+        each = [self._finished[file] for file in range(len(self._works))]
+        return [file.result() if isinstance(file, Future) else file for file in each]
+
+    def _finish(self, file: int) -> None:
+        groups = [group for _, group in sorted(self._encoded[file].items())]
+        size = sum(len(piece) for group in groups for piece in group.pieces)
+        if self._pool is None or size < _WORTH_THREAD:
+            self._finished[file] = _finish(self._works[file], groups, 1)
+        else:
+            self._finished[file] = self._pool.submit(_finish, self._works[file], groups, 1)
+
+
+def _encoded_file(work: _Work, threads: int) -> tuple[bytes, DeltaSummary]:
+    """Encode a delta, and return its file."""
+    found = work.codec.encode_groups([group for _, group in work.groups], threads)
+    for check in work.checks:
+        check()
+    return _finish(work, found, threads)
 
 
 def _finish(work: _Work, found: Sequence[EncodedGroup], threads: int) -> tuple[bytes, DeltaSummary]:
@@ -176,9 +227,7 @@ def _finish(work: _Work, found: Sequence[EncodedGroup], threads: int) -> tuple[b
 
 
 def _write(work: _Work, found: Sequence[EncodedGroup], threads: int, write: Callable[[Buffer], object]) -> tuple[bytes, DeltaSummary]:
-    """Do what `_encode` does, with groups that are encoded already."""
-    for check in work.checks:
-        check()
+    """Do what `_encode` does, with groups that are encoded and checked already."""
     before, after = work.before, work.after
     body: list[Buffer] = [work.start]
     changed = tensors_changed = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...dtypes import DTYPES
 from .. import default_codec
-from ..base import EncodedGroup, EncodeGroup, Lanes, Sums
+from ..base import EncodedGroup, EncodeGroup, GroupSink, Lanes, Sums
 from ..bits import Bits, BitsColumn, DeviceBits, Indices, MasterWeightBits, QuantisedBits, ScalesOnDevice, on_gpu
 from . import device as devices
 from .codec_stream import codec_stream, host_codec_works
@@ -39,11 +39,17 @@ class GpuCodec:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
+    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int, encoded: GroupSink | None = None) -> Sequence[EncodedGroup]:
         """See `codec.base.Codec`. A group with tensors on a GPU is encoded there; tensors that are elsewhere are copied to it."""
         sets: dict[torch.device, dict[int, list[int]]] = {}
         found: dict[int, EncodedGroup] = {}
-        on_host = []
+
+        def add(number: int, group: EncodedGroup) -> None:
+            found[number] = group
+            if encoded is not None:
+                encoded(number, group)
+
+        on_host: list[int] = []
         for number, group in enumerate(groups):
             device = device_of(group.news, group.bases)
             if device is None:
@@ -51,13 +57,9 @@ class GpuCodec:
             else:
                 sets.setdefault(device, {}).setdefault(group.type.width, []).append(number)
         if on_host:
-            host = default_codec()
-            found.update(zip(on_host, host.encode_groups([groups[number] for number in on_host], threads), strict=True))
+            default_codec().encode_groups([groups[number] for number in on_host], threads, lambda number, one: add(on_host[number], one))
         for device, widths in sets.items():
-            for numbers, encoded in zip(
-                widths.values(), _encode_widths([[groups[i] for i in numbers] for numbers in widths.values()], device), strict=True
-            ):
-                found.update(zip(numbers, encoded, strict=True))
+            _encode_widths([{number: groups[number] for number in numbers} for numbers in widths.values()], device, add)
         return [found[number] for number in range(len(groups))]
 
     def resolution(self, threads: int, budget: int) -> GpuResolution:
@@ -134,14 +136,15 @@ class _Width:
 
     Parameters
     ----------
-    groups
-        The groups.
+    numbered
+        The groups, by their numbers in the call.
     device
         The GPU that encodes them.
     """
 
-    def __init__(self, groups: Sequence[EncodeGroup], device: torch.device) -> None:
+    def __init__(self, numbered: Mapping[int, EncodeGroup], device: torch.device) -> None:
         self._device = device
+        self._numbers, groups = list(numbered), list(numbered.values())
         bases, news, quantised_bases = _with_quantised_news(
             joined([group.bases for group in groups]), joined([group.news for group in groups])
         )
@@ -176,39 +179,43 @@ class _Width:
             self._tensors.rows["base"], self._tensors.rows["next"] = base, next
             yield self._part(part)
 
-    def take(self) -> list[EncodedGroup]:
-        """Return the groups that were encoded since the last call."""
+    def take(self) -> list[tuple[int, EncodedGroup]]:
+        """Return the groups that were encoded since the last call, and their numbers."""
         first, blocks = self._taken, self._starts
         while self._taken + 1 < len(blocks) and blocks[self._taken + 1] <= self._encoded.done:
             self._taken += 1
-        return [self._group(number) for number in range(first, self._taken)]
+        return [(self._numbers[place], self._group(place)) for place in range(first, self._taken)]
 
     def _part(self, some: slice) -> BlockJob:
         return BlockJob(self._table, self._tensors, self._blocks[some], self._encoded)
 
-    def _group(self, number: int) -> EncodedGroup:
-        first = int(self._table.group_ends[number - 1]) if number else 0
-        sums = self._encoded.sums[first : self._table.group_ends[number]]
+    def _group(self, place: int) -> EncodedGroup:
+        first = int(self._table.group_ends[place - 1]) if place else 0
+        sums = self._encoded.sums[first : self._table.group_ends[place]]
         before = sums["before"].sum(axis=0, dtype=np.uint32)
         after = before + sums["change"].sum(axis=0, dtype=np.uint32)
-        pieces = self._encoded.payload(self._starts[number], self._starts[number + 1])
+        pieces = self._encoded.payload(self._starts[place], self._starts[place + 1])
         return EncodedGroup(pieces, sums["changed"].astype(np.int64), _lanes(before), _lanes(after))
 
 
-def _encode_widths(widths: Sequence[Sequence[EncodeGroup]], device: torch.device) -> list[list[EncodedGroup]]:
+def _encode_widths(widths: Sequence[Mapping[int, EncodeGroup]], device: torch.device, encoded: GroupSink) -> None:
     """Encode groups that are sorted by the width of their elements. The device goes from one width to the next without a break."""
     gpu = devices.gpu_at(device)
+
+    def take() -> None:
+        for work in works:
+            for number, group in work.take():
+                encoded(number, group)
+
     with codec_stream(device) as stream:
-        works = [_Width(groups, device) for groups in widths]
-        smallest_first = sorted(works, key=lambda work: work.nbytes)
-        encode_blocks([job for work in smallest_first if (job := work.job) is not None], gpu)
+        works = sorted((_Width(groups, device) for groups in widths), key=lambda work: work.nbytes)
+        encode_blocks([job for work in works if (job := work.job) is not None], gpu, take)
         for work in works:
             if work.job is None:
                 for job in work.jobs_with_copies():
-                    encode_blocks([job], gpu)
-                del job
+                    encode_blocks([job], gpu, take)
         stream.synchronize()
-    return [work.take() for work in works]
+    take()  # groups without elements have no blocks
 
 
 def _lanes(sums: NDArray[np.uint32]) -> Lanes:
