@@ -155,7 +155,7 @@ def test_weights_are_quantised_as_they_are_encoded(spelling: str, on_gpu) -> Non
             for new, previous in ((far, before), (near, before), (old, before), (old, None)):
                 masters = to_gpu({"a.weight": new})
                 made = layout.quantise(layout.outputs, masters, previous)
-                quantised = quantise_outputs(layout, layout.outputs, masters, previous, may_be_unwritten=True)
+                quantised = quantise_to_encode(layout, layout.outputs, masters, previous)
                 for role, name in weight.outputs.items():
                     if role in unwritten:
                         unwritten[role].append((before[name], quantised[name].bits, made[name]))

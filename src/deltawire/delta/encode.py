@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from ..codec import join_pieces
 from ..codec.base import Buffer, Codec, EncodedGroup, EncodeGroup
-from ..codec.bits import QuantisedBits
 from ..dtypes import PAYLOAD_TYPES, PayloadType, payload_type
 from ..errors import UnsupportedTensor
 from ..format.checkpoints.staged_output import StagedOutput
@@ -24,9 +23,9 @@ from ..format.delta_files import grouped
 from ..format.digest import Digest
 from ..tensors.bits import State, TensorBits, UnwrittenTensor, keys_of, named_bits
 from ..tensors.casting import Casting, Casts, WireDType, cast_on_host
-from ..tensors.columns import Columns, ColumnState
+from ..tensors.columns import Columns
 from ..tensors.names import check_names
-from ..tensors.pending_state import PendingState
+from ..tensors.pending_state import PendingState, UnwrittenState
 from ..tensors.state import Progress, codec_for, digest_tensors, thread_count
 from .progress import reporting
 
@@ -252,51 +251,25 @@ def _work_on(base: State, new: State, casting: Casting | None, threads: int) -> 
     if cast is not None:
         new, is_cast = cast, False
     if not is_cast:
-        if not isinstance(new, ColumnState) and UnwrittenTensor in set(map(type, new.values())):
-            work = _work_on_unwritten(base, new, is_base=False)
-        elif not isinstance(base, ColumnState) and UnwrittenTensor in set(map(type, base.values())):
-            work = _work_on_unwritten(new, base, is_base=True)
-        else:
-            work = _work_on_columns(base, new, threads)
+        work = _work_on_columns(base, new, threads)
         if work is not None:
             return work
     return _work_on_pairs(base, new, casting if is_cast else None, threads)
-
-
-def _work_on_unwritten(written: State, other: State, *, is_base: bool) -> _Work | None:
-    """Return the work on a state of plain tensors and another one, some of whose tensors are not written; None for all other states.
-
-    `is_base` says that the other one is the base.
-    """
-    columns = Columns.of(written)
-    if columns is None or len(other) != len(columns) or not all(map(other.__contains__, columns.layout.names)):
-        return None
-    layout = columns.layout
-    tensors = [named_bits(name, other[name]) for name in layout.names]
-    if [tensor.dtype for tensor in tensors] != layout.dtypes or [tensor.shape for tensor in tensors] != layout.shapes:
-        return None
-    plain = [tensor.address for tensor in tensors if not isinstance(tensor.source, QuantisedBits) and tensor.size]
-    if len(set(plain)) < len(plain) or any(tensor.whole is not None for tensor in tensors):
-        return None
-    jobs: list[tuple[int, EncodeGroup]] = []
-    for kind, numbers in layout.groups:
-        plain_bits, bits = columns.take(numbers), [tensors[number].bits for number in numbers.tolist()]
-        group = EncodeGroup(kind, bits if is_base else plain_bits, plain_bits if is_base else bits, layout.keys.seeds[numbers])
-        jobs.append((grouped.group_id(kind.code), group))
-    start = grouped.start_of_body(len(tensors), Structure(), None, (), {})
-    elements = sum(kind.per_element * int(layout.sizes[numbers].sum()) for kind, numbers in layout.groups)
-    tag = layout.keys.tag()
-    return _Work(codec_for(tensors), jobs, start, tag, tag, int(layout.nbytes.sum()), elements, checks=_checks(other))
 
 
 def _checks(new: State) -> Collection[Callable[[], None]]:
     return {tensor.check for tensor in new.values() if isinstance(tensor, UnwrittenTensor)}
 
 
+def _columns_of(state: State) -> Columns | None:
+    """Return the columns of a state, also of one on a GPU with tensors that are not written."""
+    return state.unwritten if isinstance(state, UnwrittenState) else Columns.of(state)
+
+
 def _work_on_columns(base: State, new: State, threads: int) -> _Work | None:
     """Return the work on two states of the same plain tensors; None for all others."""
     pending = new if isinstance(new, PendingState) else None
-    old, now = Columns.of(base), Columns.of(new) if pending is None else pending.unwritten
+    old, now = _columns_of(base), _columns_of(new) if pending is None else pending.unwritten
     if old is None or now is None or not now.layout.is_like(old.layout):
         return None
     layout = now.layout
@@ -328,7 +301,7 @@ def _work_on_columns(base: State, new: State, threads: int) -> _Work | None:
     ]
     start = grouped.start_of_body(len(now), Structure(aliases=aliases), None, (), {})
     elements = sum(kind.per_element * int(layout.sizes[numbers].sum()) for kind, numbers in layout.groups)
-    checks = () if pending is None else (pending.check,)
+    checks = [state.check for state in (base, new) if isinstance(state, UnwrittenState) or state is pending]
     return _Work(codec, jobs, start, before, after, int(layout.nbytes.sum()), elements, checks=checks)
 
 

@@ -176,8 +176,12 @@ class Columns(Sequence[TensorBits]):
 
     @cached_property
     def sharing_addresses(self) -> NDArray[np.int64]:
-        """The numbers of tensors that begin at the same address as another one. Tensors without elements do not count."""
-        filled = np.flatnonzero(self.layout.sizes > 0)
+        """The numbers of tensors that begin at the same address as another one.
+
+        Tensors without elements do not count, nor do those whose elements are made of weights.
+        """
+        quantised = self.bits.quantised
+        filled = np.flatnonzero((self.layout.sizes > 0) & (True if quantised is None else quantised["columns"] == 0))
         ordered = np.sort(self.addresses[filled])
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         return filled[np.isin(self.addresses[filled], twice)] if twice.size else filled[:0]

@@ -17,7 +17,7 @@ from .codec_stream import codec_stream, host_codec_works
 from .digest import digest_tensors
 from .encode import BlockJob, EncodedBlocks, encode_blocks
 from .kernel_addresses import Column, joined, readable
-from .kernel_table import QUANTISED, KernelTable, Numbers
+from .kernel_table import MAKES_BASE, MAKES_SCALES, QUANTISED, KernelTable, Numbers
 from .resolution import GpuResolution, group_by_device
 
 
@@ -107,9 +107,6 @@ class GpuCodec:
 
 _MASTERS = 16
 """Added to the size of an element to tell master weights from others."""
-
-_MAKES_SCALES, _MAKES_BASE = 1, 2
-"""See `Quantised` in common.cuh."""
 
 _INTEGERS = {dtype.itemsize: dtype.code for dtype in DTYPES if dtype.name in ("U8", "U16", "U32", "U64")}
 
@@ -232,7 +229,7 @@ def _are_masters(news: Sequence[Bits]) -> NDArray[np.bool_] | None:
 
 def _with_quantised_news(bases: Sequence[Bits | None], news: Sequence[Bits]) -> tuple[Sequence[Bits | None], Sequence[Bits], set[int]]:
     """Swap the two tensors of each pair whose base is made of weights that kernels quantise, as kernels expect. Return which these are."""
-    if isinstance(bases, BitsColumn):
+    if isinstance(bases, BitsColumn) and bases.quantised is None:
         return bases, news, set()
     numbers = {number for number, bits in enumerate(bases) if type(bits) is QuantisedBits}
     if not numbers:
@@ -253,7 +250,12 @@ def _describe_quantised(
 
     `quantised_bases` are the numbers of those that stand for the elements of the base.
     """
-    numbers = [] if isinstance(news, BitsColumn) else [number for number, bits in enumerate(news) if type(bits) is QuantisedBits]
+    if isinstance(news, BitsColumn):
+        if news.quantised is None:
+            return None
+        numbers = np.flatnonzero(news.quantised["columns"]).tolist()
+        return _upload_descriptions(news.quantised[numbers], numbers, len(news), device) if numbers else None
+    numbers = [number for number, bits in enumerate(news) if type(bits) is QuantisedBits]
     if not numbers:
         return None
     weights = [bits for bits in news if isinstance(bits, QuantisedBits)]
@@ -263,12 +265,19 @@ def _describe_quantised(
     for name, facts in zip(("kind", "source", "group"), zip(*(bits.facts for bits in weights), strict=True), strict=True):
         rows[name] = facts
     rows["flags"] = [
-        bits.makes_scales * _MAKES_SCALES + (number in quantised_bases) * _MAKES_BASE for number, bits in zip(numbers, weights, strict=True)
+        bits.makes_scales * MAKES_SCALES + (number in quantised_bases) * MAKES_BASE for number, bits in zip(numbers, weights, strict=True)
     ]
     rows["columns"] = [bits.tensor.shape[-1] for bits in weights]
     rows["width"] = -(-rows["columns"].astype(np.int64) // 128)
+    return _upload_descriptions(rows, numbers, len(news), device)
+
+
+def _upload_descriptions(
+    rows: NDArray[np.void], numbers: Sequence[int], count: int, device: torch.device
+) -> tuple[NDArray[np.uint64], torch.Tensor]:
+    """Upload descriptions of some of `count` tensors. Return their addresses by tensor, and the memory."""
     memory = devices.gpu_at(device).upload(rows)
-    addresses = np.zeros(len(news), np.uint64)
+    addresses = np.zeros(count, np.uint64)
     addresses[numbers] = memory.data_ptr() + np.arange(len(numbers), dtype=np.uint64) * QUANTISED.itemsize
     return addresses, memory
 
