@@ -255,6 +255,10 @@ class BitsColumn(Sequence["Bits"]):
         if not others:
             return self
         each = (self, *others)
+        quantised = None
+        if self.quantised is not None:  # NumPy joins bytes many times as fast as records
+            rows = [column.quantised.view(np.uint8) for column in each if column.quantised is not None]
+            quantised = np.concatenate(rows).view(self.quantised.dtype)
         return BitsColumn(
             [tensor for column in each for tensor in column._tensors],
             self._make,
@@ -263,7 +267,7 @@ class BitsColumn(Sequence["Bits"]):
             np.concatenate([column.itemsizes for column in each]),
             np.concatenate([column.are_contiguous for column in each]),
             self.device,
-            None if self.quantised is None else np.concatenate([column.quantised for column in each if column.quantised is not None]),
+            quantised,
         )
 
     def _new(self, tensors: Sequence[Any], which: Any) -> BitsColumn:

@@ -26,7 +26,7 @@ from ..tensors.casting import Casting, Casts, WireDType, cast_on_host
 from ..tensors.columns import Columns
 from ..tensors.names import check_names
 from ..tensors.pending_state import PendingState, UnwrittenState
-from ..tensors.state import Progress, codec_for, digest_tensors, thread_count
+from ..tensors.state import Progress, codec_for, codec_on, digest_tensors, thread_count
 from .progress import reporting
 
 _WORTH_THREAD = 1 << 15
@@ -275,13 +275,13 @@ def _work_on_columns(base: State, new: State, threads: int) -> _Work | None:
     layout = now.layout
     sharing = now.sharing_addresses.tolist()
     aliases = _aliases(_Pairs([now[number] for number in sharing], [old[number] for number in sharing])) if sharing else {}
-    codec = codec_for([*now[:1], *old[:1]])
+    codec = codec_on(now.bits.device or old.bits.device)
     if pending is not None and not codec.prepares:
         pending.finish()
         pending = None
-    before = after = layout.keys.tag()
-    members = layout.groups
-    groups: list[tuple[int, PayloadType, NDArray[np.int64]]] = []
+    before = after = layout.tag
+    members = [(kind, numbers, seeds) for (kind, numbers), seeds in zip(layout.groups, layout.seeds, strict=True)]
+    groups: list[tuple[int, PayloadType, NDArray[np.int64], NDArray[np.uint64]]] = []
     if aliases:
         number_of = {layout.names[number]: number for number in sharing}
         tied = np.array([number_of[name] for name in aliases], np.int64)
@@ -289,20 +289,17 @@ def _work_on_columns(base: State, new: State, threads: int) -> _Work | None:
         after += Digest.sum(codec.digest(now.take(tied), layout.keys.seeds[tied], threads))
         targets = [number_of[name] for name in sorted(set(aliases.values()))]
         apart = np.union1d(tied, targets)
-        members = [(kind, rest) for kind, numbers in members if (rest := np.setdiff1d(numbers, apart)).size]
+        rests = [(kind, np.setdiff1d(numbers, apart)) for kind, numbers in layout.groups]
+        members = [(kind, rest, layout.keys.seeds[rest]) for kind, rest in rests if rest.size]
         for index, number in enumerate(targets, 1):
             kind = payload_type(layout.names[number], layout.dtypes[number])
-            groups.append((grouped.group_id(kind.code, index), kind, np.array([number], np.int64)))
-    groups = [*((grouped.group_id(kind.code), kind, numbers) for kind, numbers in members), *groups]
+            groups.append((grouped.group_id(kind.code, index), kind, np.array([number], np.int64), layout.keys.seeds[[number]]))
+    groups = [*((grouped.group_id(kind.code), kind, numbers, seeds) for kind, numbers, seeds in members), *groups]
     preparation = None if pending is None else pending.preparation
-    jobs = [
-        (group, EncodeGroup(kind, old.take(numbers), now.take(numbers), layout.keys.seeds[numbers], preparation))
-        for group, kind, numbers in groups
-    ]
+    jobs = [(group, EncodeGroup(kind, old.take(numbers), now.take(numbers), seeds, preparation)) for group, kind, numbers, seeds in groups]
     start = grouped.start_of_body(len(now), Structure(aliases=aliases), None, (), {})
-    elements = sum(kind.per_element * int(layout.sizes[numbers].sum()) for kind, numbers in layout.groups)
     checks = [state.check for state in (base, new) if isinstance(state, UnwrittenState) or state is pending]
-    return _Work(codec, jobs, start, before, after, int(layout.nbytes.sum()), elements, checks=checks)
+    return _Work(codec, jobs, start, before, after, layout.weight_bytes, layout.elements, checks=checks)
 
 
 def _work_on_pairs(base: State, new: State, casting: Casting | None, threads: int) -> _Work:

@@ -189,16 +189,9 @@ class WholeWeights:
     def table(
         self, data: NDArray[np.uint64], outputs: Mapping[Role, NDArray[np.uint64]], previous: Mapping[Role, NDArray[np.uint64]]
     ) -> WeightTable:
-        """Return the table of weights whose sources are contiguous.
+        """Return the table of weights whose sources are contiguous, from their addresses.
 
-        Parameters
-        ----------
-        data
-            The addresses of the weights.
-        outputs
-            The addresses of their outputs by role, for roles that are written.
-        previous
-            The addresses of the scales of the version before by role; 0 for fresh ones.
+        By role, `outputs` has the addresses of what is written, and `previous` those of the scales of the version before; 0 for fresh ones.
         """
         nowhere = np.zeros(len(self.weights), np.uint64)
         codes, scales, globals = (outputs.get(role, nowhere) for role in _ROLES)
