@@ -134,6 +134,67 @@ def test_many_small_tensors_whose_elements_all_change_are_encoded(monkeypatch):
     assert len(started) > 2
 
 
+class MeasuringGpu(EmulatedGpu):
+    """A GPU with the processors of an H200 that does no work, and counts the most bytes that are allocated at the same time."""
+
+    processors = 132
+
+    def __init__(self):
+        super().__init__()
+        self.used = self.most = 0
+
+    def kernels(self, width):
+        return _IdleKernels(super().kernels(width))
+
+    def empty(self, size, dtype):
+        memory = torch.empty(size, dtype=dtype)
+        self.used += memory.nbytes
+        self.most = max(self.most, self.used)
+        weakref.finalize(memory, self._free, memory.nbytes)
+        return memory
+
+    def zeros(self, size, dtype):
+        return self.empty(size, dtype).zero_()
+
+    def pinned(self, size, dtype=torch.uint8):
+        return torch.zeros(size, dtype=dtype)
+
+    def upload(self, array):
+        return self.empty(array.nbytes, torch.uint8)
+
+    def _free(self, nbytes):
+        self.used -= nbytes
+
+
+class _IdleKernels:
+    """Kernels that do nothing, so that nothing seems to change."""
+
+    def __init__(self, kernels):
+        self.constants, self.resident_blocks = kernels.constants, kernels.resident_blocks
+
+    def launch(self, *arguments): ...
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [[("F8_E4M3", 1), ("F32", 1 / 16384)], [("F4_E2M1", 1), ("F8_E4M3", 1 / 16), ("F32", 0)], [("BF16", 1)]],
+    ids=lambda kinds: kinds[0][0],
+)
+def test_memory_is_bounded_by_a_share_of_all_tensors(kinds):
+    """The tensors are 139 weights of 14,336 × 4,096 as fp8-block, nvfp4 and bfloat16 publish them."""
+    groups, published = [], 0
+    for name, share in kinds:
+        payload = next(payload for payload in PAYLOAD_TYPES if payload.name == name)
+        size = max(int(14336 * 4096 * share) // payload.per_element, 1)
+        memory = DeviceBits(torch.empty(size, dtype=getattr(torch, f"int{payload.dtype.width}")))
+        groups.append(EncodeGroup(payload, [memory] * 139, [memory] * 139, np.arange(139, dtype=np.uint64)))
+        published += 139 * memory.tensor.nbytes
+    with emulated(MeasuringGpu()) as gpu:
+        for _ in range(2):  # the second call has learnt how long slabs may be
+            GpuCodec(DEVICE).encode_groups(groups, 1)
+    assert gpu.most <= 0.0195 * published
+
+
 @pytest.mark.parametrize("kinds", ["..cc.a0.e.c0ec.aac..", ".0.", "c", "ee"])
 def test_only_chunks_after_the_last_change_are_left_out(kinds, monkeypatch):
     """The bytes of several slabs come in several pieces. Tensors change (c), stay, are added (a), added with zeros (0), or empty (e)."""

@@ -205,6 +205,18 @@ def test_a_list_that_is_too_short_for_one_block_becomes_longer(small_blocks, mon
     assert grown
 
 
+def test_a_slab_that_does_not_fit_is_done_again_after_another_width_was_started(small_blocks, monkeypatch):
+    """Its last block does not fit, and the device has already started the first slab of the next width."""
+    monkeypatch.setattr(encode, "_LEAST_LIST", 1024)
+    monkeypatch.setattr(encode, "_LEAST_BODIES", 64)
+    start, started = encode._Workspace.start, []
+    monkeypatch.setattr(encode._Workspace, "start", lambda *arguments: (started.append(arguments[:2]), start(*arguments))[1])
+    sizes = [513, TILE + 5, 513]
+    check_encoded([Case(TYPES[name], 0.7, sizes, seed) for seed, name in enumerate(("F32", "BF16", "F8_E4M3", "BF16"))])
+    firsts = [work for work, first in started if first == 0]
+    assert len(firsts) > len(set(map(id, firsts))) == 3, "no slab of a later width was started twice"
+
+
 def test_tensors_that_kernels_cannot_read_are_copied_a_few_blocks_at_a_time(small_blocks, monkeypatch):
     """Some tensors are strided, some bases are on the host, and large ones are in several blocks."""
     monkeypatch.setattr(kernel_addresses, "_MOST_COPIED", 40_000)

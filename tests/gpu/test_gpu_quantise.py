@@ -16,13 +16,17 @@ from emulator.build import compiler
 from deltawire.codec import using_codec
 from deltawire.codec.base import EncodeGroup
 from deltawire.codec.bits import DeviceBits
+from deltawire.delta.encode import encode_many
 from deltawire.dtypes import payload_type
 from deltawire.errors import NonFiniteWeights
 from deltawire.publish.publication import Publication
-from deltawire.publish.quantising import Quantising
+from deltawire.publish.quantising import Quantising, quantise_segments
 from deltawire.quantise import QuantisedLayout, Recipe
 from deltawire.quantise.quantise import quantise_outputs, quantise_state, quantise_to_encode
 from deltawire.quantise.recipe import SPELLINGS
+from deltawire.tensors.bits import UnwrittenTensor
+from deltawire.tensors.columns import in_columns
+from deltawire.tensors.pending_state import UnwrittenState
 
 torch = pytest.importorskip("torch", reason="weights on a GPU are torch tensors")
 REAL = torch.cuda.is_available()
@@ -155,7 +159,7 @@ def test_weights_are_quantised_as_they_are_encoded(spelling: str, on_gpu) -> Non
             for new, previous in ((far, before), (near, before), (old, before), (old, None)):
                 masters = to_gpu({"a.weight": new})
                 made = layout.quantise(layout.outputs, masters, previous)
-                quantised = quantise_outputs(layout, layout.outputs, masters, previous, may_be_unwritten=True)
+                quantised = quantise_to_encode(layout, layout.outputs, masters, previous)
                 for role, name in weight.outputs.items():
                     if role in unwritten:
                         unwritten[role].append((before[name], quantised[name].bits, made[name]))
@@ -188,6 +192,28 @@ def test_weights_are_quantised_as_they_are_encoded(spelling: str, on_gpu) -> Non
                 assert found.changed.tolist() == expected.changed.tolist()
                 assert (found.before, found.after) == (expected.before, expected.after)
                 assert b"".join(found.pieces) == b"".join(expected.pieces)
+
+
+@pytest.mark.parametrize("spelling", ["fp8-block", "nvfp4", "int4", "fp8-tensor"])
+def test_segments_of_an_unwritten_state_are_encoded_from_its_columns(spelling: str, on_gpu) -> None:
+    """They have tensors that are not quantised, and the deltas in both directions are those of tensors that are written."""
+    rng = np.random.default_rng(5)
+    shapes = {f"layers.{i}.{name}": shape for i in range(3) for name, shape in (("up_proj.weight", (64, 128)), ("norm.weight", (64,)))}
+    old = {name: (rng.standard_normal(shape) * 0.02).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()}
+    new = {name: (array.astype(np.float32) * 1.01).astype(ml_dtypes.bfloat16) for name, array in old.items()}
+    with on_gpu():
+        layout = QuantisedLayout.of_state(spelling, old)
+        names = sorted(layout.outputs)
+        before = layout.quantise(names, to_gpu(old))
+        written = layout.quantise(names, to_gpu(new), before)
+        unwritten = quantise_segments(layout, names, to_gpu(new), in_columns(before))
+        assert isinstance(unwritten, UnwrittenState)
+        assert list(unwritten) == names
+        assert {type(tensor) for tensor in unwritten.values()} == {torch.Tensor, UnwrittenTensor}
+        for some in (names, names[:4], names[4:], names[::2]):
+            base, expected, found = ({name: state[name] for name in some} for state in (before, written, unwritten))
+            for state in (found, unwritten.of(some)):
+                assert encode_many([(base, state), (state, base)]) == encode_many([(base, expected), (expected, base)])
 
 
 def integers(tensor):

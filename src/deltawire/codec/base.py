@@ -83,6 +83,10 @@ class EncodedGroup:
     after: Lanes
 
 
+GroupSink: TypeAlias = Callable[[int, EncodedGroup], None]
+"""Takes groups as soon as they are encoded, in any order, by their numbers."""
+
+
 @dataclass(slots=True)
 class ResolveGroup:
     """Tensors of one payload type to resolve together, in columns.
@@ -196,8 +200,12 @@ class Codec(Protocol):
     prepares: bool
     """True if it takes groups with a `preparation`."""
 
-    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
-        """Encode groups of tensors. The bytes do not depend on the number of threads, or on the other groups."""
+    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int, encoded: GroupSink | None = None) -> Sequence[EncodedGroup]:
+        """Encode groups of tensors. The bytes do not depend on the number of threads, or on the other groups.
+
+        `encoded` gets the number of each group and what was found, on the calling thread. A GPU encodes later groups meanwhile. It must
+        not use the GPU.
+        """
         ...
 
     def resolution(self, threads: int, budget: int) -> Resolution:

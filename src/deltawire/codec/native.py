@@ -16,6 +16,7 @@ from .base import (
     EncodedGroup,
     EncodeGroup,
     GroupOutcome,
+    GroupSink,
     Outcomes,
     ResolveGroup,
     ResolveJob,
@@ -50,12 +51,16 @@ class NativeCodec:
             raise CodecUnavailable(f"this machine does not run {isa!r}; it has {', '.join(sets)}.")
         self.name = isa or sets[0]
 
-    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
+    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int, encoded: GroupSink | None = None) -> Sequence[EncodedGroup]:
         native = [(_TYPES[group.type.code], native_tensors(group.bases), native_tensors(group.news), group.seeds) for group in groups]
         preparation = next((group.preparation for group in groups if group.preparation is not None), None)
         more = () if preparation is None else (preparation,)
         found = _native.encode_groups(native, threads, self.name, *more)
-        return [EncodedGroup([block.data for block in blocks], changed, before, after) for blocks, changed, before, after in found]
+        each = [EncodedGroup([block.data for block in blocks], changed, before, after) for blocks, changed, before, after in found]
+        if encoded is not None:
+            for number, group in enumerate(each):
+                encoded(number, group)
+        return each
 
     def resolution(self, threads: int, budget: int) -> NativeResolution:
         return NativeResolution(self.name, threads, budget, False)

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from ..codec import join_pieces
 from ..codec.base import Buffer, Codec, EncodedGroup, EncodeGroup
-from ..codec.bits import QuantisedBits
 from ..dtypes import PAYLOAD_TYPES, PayloadType, payload_type
 from ..errors import UnsupportedTensor
 from ..format.checkpoints.staged_output import StagedOutput
@@ -24,14 +23,14 @@ from ..format.delta_files import grouped
 from ..format.digest import Digest
 from ..tensors.bits import State, TensorBits, UnwrittenTensor, keys_of, named_bits
 from ..tensors.casting import Casting, Casts, WireDType, cast_on_host
-from ..tensors.columns import Columns, ColumnState
+from ..tensors.columns import Columns
 from ..tensors.names import check_names
-from ..tensors.pending_state import PendingState
-from ..tensors.state import Progress, codec_for, digest_tensors, thread_count
+from ..tensors.pending_state import PendingState, UnwrittenState
+from ..tensors.state import Progress, codec_for, codec_on, digest_tensors, thread_count
 from .progress import reporting
 
-_WORTH_THREADS = 1 << 20
-"""From this many bytes of files on, several threads finish them."""
+_WORTH_THREAD = 1 << 15
+"""A file with this many bytes of payloads, or more, is finished by another thread than the one that works with the GPU."""
 
 _MOST_WRITERS = 4
 
@@ -86,7 +85,8 @@ def encode_with_summary(
 def encode_many(states: Sequence[tuple[State, State]], *, threads: int | None = None) -> list[tuple[bytes, DeltaSummary]]:
     """Return what `encode_with_summary` returns for each pair of a base and a new state.
 
-    A GPU encodes all of them at once, which takes little more time than one of them: it does not wait for the host in between.
+    A GPU encodes all of them at once, which takes little more time than one of them: it does not wait for the host in between. Threads make
+    the first files while it still encodes.
 
     Parameters
     ----------
@@ -98,16 +98,13 @@ def encode_many(states: Sequence[tuple[State, State]], *, threads: int | None = 
     count = thread_count(threads)
     works = [_work_on(base, new, None, count) for base, new in states]
     if not works or not all(work.codec.prefers_whole_state for work in works):
-        return [_finish(work, work.codec.encode_groups([group for _, group in work.groups], count), count) for work in works]
-    found = iter(works[0].codec.encode_groups([group for work in works for _, group in work.groups], count))
-    encoded = [list(itertools.islice(found, len(work.groups))) for work in works]
-    for check in {check for work in works for check in work.checks}:
-        check()
-    writers = min(count, len(works), _MOST_WRITERS)
-    if writers < 2 or sum(len(piece) for groups in encoded for group in groups for piece in group.pieces) < _WORTH_THREADS:
-        return [_finish(work, groups, count) for work, groups in zip(works, encoded, strict=True)]
-    with ThreadPoolExecutor(writers, "deltawire-encode") as pool:  # each thread hashes whole files
-        return list(pool.map(_finish, works, encoded, itertools.repeat(1)))
+        return [_encoded_file(work, count) for work in works]
+    with ThreadPoolExecutor(min(count, len(works), _MOST_WRITERS), "deltawire-encode") as pool:  # it starts threads when they are needed
+        files = _Files(works, None if count < 2 else pool)
+        works[0].codec.encode_groups([group for work in works for _, group in work.groups], count, files.add)
+        for check in {check for work in works for check in work.checks}:
+            check()
+        return files.finish()
 
 
 def write_delta(base: State, new: State, path: Path, *, threads: int | None = None, progress: Progress | None = None) -> DeltaSummary:
@@ -165,7 +162,60 @@ def _encode(
     work = _work_on(base, new, casting, threads)
     with reporting(progress, work.weight_bytes):
         found = work.codec.encode_groups([group for _, group in work.groups], threads)
+    for check in work.checks:
+        check()
     return _write(work, found, threads, write)
+
+
+class _Files:
+    """Delta files, each of which is finished as soon as its groups are encoded.
+
+    Parameters
+    ----------
+    works
+        The work of all files. Their checks are left to the caller.
+    pool
+        Finishes large files; None if the calling thread does.
+    """
+
+    def __init__(self, works: Sequence[_Work], pool: Executor | None) -> None:
+        self._works = works
+        self._pool = pool
+        self._places = [(number, place) for number, work in enumerate(works) for place in range(len(work.groups))]
+        self._encoded: list[dict[int, EncodedGroup]] = [{} for _ in works]
+        self._finished: dict[int, Future[tuple[bytes, DeltaSummary]] | tuple[bytes, DeltaSummary]] = {}
+
+    def add(self, number: int, group: EncodedGroup) -> None:
+        """Take a group that is encoded, by its number among the groups of all files."""
+        file, place = self._places[number]
+        encoded = self._encoded[file]
+        encoded[place] = group
+        if len(encoded) == len(self._works[file].groups):
+            self._finish(file)
+
+    def finish(self) -> list[tuple[bytes, DeltaSummary]]:
+        """Return all files in order. All groups must have been added."""
+        for file, work in enumerate(self._works):
+            if not work.groups:
+                self._finish(file)
+        each = [self._finished[file] for file in range(len(self._works))]
+        return [file.result() if isinstance(file, Future) else file for file in each]
+
+    def _finish(self, file: int) -> None:
+        groups = [group for _, group in sorted(self._encoded[file].items())]
+        size = sum(len(piece) for group in groups for piece in group.pieces)
+        if self._pool is None or size < _WORTH_THREAD:
+            self._finished[file] = _finish(self._works[file], groups, 1)
+        else:
+            self._finished[file] = self._pool.submit(_finish, self._works[file], groups, 1)
+
+
+def _encoded_file(work: _Work, threads: int) -> tuple[bytes, DeltaSummary]:
+    """Encode a delta, and return its file."""
+    found = work.codec.encode_groups([group for _, group in work.groups], threads)
+    for check in work.checks:
+        check()
+    return _finish(work, found, threads)
 
 
 def _finish(work: _Work, found: Sequence[EncodedGroup], threads: int) -> tuple[bytes, DeltaSummary]:
@@ -176,9 +226,7 @@ def _finish(work: _Work, found: Sequence[EncodedGroup], threads: int) -> tuple[b
 
 
 def _write(work: _Work, found: Sequence[EncodedGroup], threads: int, write: Callable[[Buffer], object]) -> tuple[bytes, DeltaSummary]:
-    """Do what `_encode` does, with groups that are encoded already."""
-    for check in work.checks:
-        check()
+    """Do what `_encode` does, with groups that are encoded and checked already."""
     before, after = work.before, work.after
     body: list[Buffer] = [work.start]
     changed = tensors_changed = 0
@@ -203,63 +251,37 @@ def _work_on(base: State, new: State, casting: Casting | None, threads: int) -> 
     if cast is not None:
         new, is_cast = cast, False
     if not is_cast:
-        if not isinstance(new, ColumnState) and UnwrittenTensor in set(map(type, new.values())):
-            work = _work_on_unwritten(base, new, is_base=False)
-        elif not isinstance(base, ColumnState) and UnwrittenTensor in set(map(type, base.values())):
-            work = _work_on_unwritten(new, base, is_base=True)
-        else:
-            work = _work_on_columns(base, new, threads)
+        work = _work_on_columns(base, new, threads)
         if work is not None:
             return work
     return _work_on_pairs(base, new, casting if is_cast else None, threads)
-
-
-def _work_on_unwritten(written: State, other: State, *, is_base: bool) -> _Work | None:
-    """Return the work on a state of plain tensors and another one, some of whose tensors are not written; None for all other states.
-
-    `is_base` says that the other one is the base.
-    """
-    columns = Columns.of(written)
-    if columns is None or len(other) != len(columns) or not all(map(other.__contains__, columns.layout.names)):
-        return None
-    layout = columns.layout
-    tensors = [named_bits(name, other[name]) for name in layout.names]
-    if [tensor.dtype for tensor in tensors] != layout.dtypes or [tensor.shape for tensor in tensors] != layout.shapes:
-        return None
-    plain = [tensor.address for tensor in tensors if not isinstance(tensor.source, QuantisedBits) and tensor.size]
-    if len(set(plain)) < len(plain) or any(tensor.whole is not None for tensor in tensors):
-        return None
-    jobs: list[tuple[int, EncodeGroup]] = []
-    for kind, numbers in layout.groups:
-        plain_bits, bits = columns.take(numbers), [tensors[number].bits for number in numbers.tolist()]
-        group = EncodeGroup(kind, bits if is_base else plain_bits, plain_bits if is_base else bits, layout.keys.seeds[numbers])
-        jobs.append((grouped.group_id(kind.code), group))
-    start = grouped.start_of_body(len(tensors), Structure(), None, (), {})
-    elements = sum(kind.per_element * int(layout.sizes[numbers].sum()) for kind, numbers in layout.groups)
-    tag = layout.keys.tag()
-    return _Work(codec_for(tensors), jobs, start, tag, tag, int(layout.nbytes.sum()), elements, checks=_checks(other))
 
 
 def _checks(new: State) -> Collection[Callable[[], None]]:
     return {tensor.check for tensor in new.values() if isinstance(tensor, UnwrittenTensor)}
 
 
+def _columns_of(state: State) -> Columns | None:
+    """Return the columns of a state, also of one on a GPU with tensors that are not written."""
+    return state.unwritten if isinstance(state, UnwrittenState) else Columns.of(state)
+
+
 def _work_on_columns(base: State, new: State, threads: int) -> _Work | None:
     """Return the work on two states of the same plain tensors; None for all others."""
     pending = new if isinstance(new, PendingState) else None
-    old, now = Columns.of(base), Columns.of(new) if pending is None else pending.unwritten
+    old, now = _columns_of(base), _columns_of(new) if pending is None else pending.unwritten
     if old is None or now is None or not now.layout.is_like(old.layout):
         return None
     layout = now.layout
     sharing = now.sharing_addresses.tolist()
     aliases = _aliases(_Pairs([now[number] for number in sharing], [old[number] for number in sharing])) if sharing else {}
-    codec = codec_for([*now[:1], *old[:1]])
+    codec = codec_on(now.bits.device or old.bits.device)
     if pending is not None and not codec.prepares:
         pending.finish()
         pending = None
-    before = after = layout.keys.tag()
-    members = layout.groups
-    groups: list[tuple[int, PayloadType, NDArray[np.int64]]] = []
+    before = after = layout.tag
+    members = [(kind, numbers, seeds) for (kind, numbers), seeds in zip(layout.groups, layout.seeds, strict=True)]
+    groups: list[tuple[int, PayloadType, NDArray[np.int64], NDArray[np.uint64]]] = []
     if aliases:
         number_of = {layout.names[number]: number for number in sharing}
         tied = np.array([number_of[name] for name in aliases], np.int64)
@@ -267,20 +289,17 @@ def _work_on_columns(base: State, new: State, threads: int) -> _Work | None:
         after += Digest.sum(codec.digest(now.take(tied), layout.keys.seeds[tied], threads))
         targets = [number_of[name] for name in sorted(set(aliases.values()))]
         apart = np.union1d(tied, targets)
-        members = [(kind, rest) for kind, numbers in members if (rest := np.setdiff1d(numbers, apart)).size]
+        rests = [(kind, np.setdiff1d(numbers, apart)) for kind, numbers in layout.groups]
+        members = [(kind, rest, layout.keys.seeds[rest]) for kind, rest in rests if rest.size]
         for index, number in enumerate(targets, 1):
             kind = payload_type(layout.names[number], layout.dtypes[number])
-            groups.append((grouped.group_id(kind.code, index), kind, np.array([number], np.int64)))
-    groups = [*((grouped.group_id(kind.code), kind, numbers) for kind, numbers in members), *groups]
+            groups.append((grouped.group_id(kind.code, index), kind, np.array([number], np.int64), layout.keys.seeds[[number]]))
+    groups = [*((grouped.group_id(kind.code), kind, numbers, seeds) for kind, numbers, seeds in members), *groups]
     preparation = None if pending is None else pending.preparation
-    jobs = [
-        (group, EncodeGroup(kind, old.take(numbers), now.take(numbers), layout.keys.seeds[numbers], preparation))
-        for group, kind, numbers in groups
-    ]
+    jobs = [(group, EncodeGroup(kind, old.take(numbers), now.take(numbers), seeds, preparation)) for group, kind, numbers, seeds in groups]
     start = grouped.start_of_body(len(now), Structure(aliases=aliases), None, (), {})
-    elements = sum(kind.per_element * int(layout.sizes[numbers].sum()) for kind, numbers in layout.groups)
-    checks = () if pending is None else (pending.check,)
-    return _Work(codec, jobs, start, before, after, int(layout.nbytes.sum()), elements, checks=checks)
+    checks = [state.check for state in (base, new) if isinstance(state, UnwrittenState) or state is pending]
+    return _Work(codec, jobs, start, before, after, layout.weight_bytes, layout.elements, checks=checks)
 
 
 def _work_on_pairs(base: State, new: State, casting: Casting | None, threads: int) -> _Work:

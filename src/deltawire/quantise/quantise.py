@@ -27,6 +27,8 @@ from .scales import Grid, Scales, choose_scales
 if TYPE_CHECKING:
     import torch
 
+    from ..tensors.pending_state import UnwrittenState
+    from .gpu.unwritten import UnwrittenForm
     from .pending import ReusedMemory
     from .whole_weights import WholeWeights
 
@@ -81,15 +83,10 @@ def quantise_outputs(
     previous: State | None = None,
     out: Mapping[str, Tensor] | None = None,
     threads: int | None = None,
-    *,
-    may_be_unwritten: bool = False,
 ) -> dict[str, Tensor]:
     """Return some of the tensors that are published for a state (`QuantisedLayout.quantise`).
 
     Native code quantises with the instruction set of the codec in use. If that is the reference codec, the reference quantises.
-
-    With `may_be_unwritten`, codes of weights on a GPU may be `UnwrittenTensor`s, which can only be encoded. The weights must not change
-    until then.
     """
     names = tuple(names)
     plan = _plan_of(layout, names)
@@ -99,7 +96,6 @@ def quantise_outputs(
     work = _Work(layout, state, previous)
     found: dict[str, Tensor] = {}
     for device, weights in on_gpus.items():
-        from .gpu.quantised_codes import ScaleQuantiser, can_be_quantised_as_read
         from .gpu.quantiser import GpuQuantiser
         from .whole_weights import WholeWeights, with_groups
 
@@ -109,10 +105,7 @@ def quantise_outputs(
         else:
             whole = WholeWeights(layout, with_groups(layout, weights))
             plan.on_gpu = whole if are_all else None
-        if may_be_unwritten and can_be_quantised_as_read(whole.weights, state, device):
-            found |= whole.quantise(ScaleQuantiser(device), work.source, previous, given, device, makes_codes=False)
-        else:
-            found |= whole.quantise(GpuQuantiser(device), work.source, previous, given, device)
+        found |= whole.quantise(GpuQuantiser(device), work.source, previous, given, device)
     if on_host and codec.name != "reference":
         from .native import NativeQuantiser
         from .whole_weights import WholeWeights, whole_weights
@@ -148,8 +141,8 @@ def quantise_to_encode(
 ) -> State:
     """Return what `quantise_outputs` returns, for a caller that encodes it.
 
-    Weights in host memory are quantised while their codes are encoded (`PendingState`), which then raises `NonFiniteWeights`. Codes of
-    weights on a GPU may be `UnwrittenTensor`s. The weights and `previous` must not change until then.
+    Weights are quantised while their codes are encoded, in host memory (`PendingState`) and on a GPU (`UnwrittenState`), which then raises
+    `NonFiniteWeights`. The weights and `previous` must not change until then.
 
     `ready` has tensors that are made already. `memory` receives large arrays in host memory. `keeps_codes` is for a caller that reads codes
     after it has encoded them: encoding writes them then. Otherwise weights are quantised again if their codes are read.
@@ -161,8 +154,11 @@ def quantise_to_encode(
     done = {} if ready is None else dict(ready)
     wanted = tuple(name for name in names if name not in done)
     plan, codec = _plan_of(layout, wanted), default_codec()
+    unwritten = _unwritten_state(layout, plan, wanted, state, previous, done)
+    if unwritten is not None:
+        return unwritten
     if codec.name == "reference" or _by_device(layout, plan.weights, state)[1]:
-        return done | quantise_outputs(layout, wanted, state, previous, None, threads, may_be_unwritten=True)
+        return done | quantise_outputs(layout, wanted, state, previous, None, threads)
     if plan.whole is None:
         plan.whole = WholeWeights(layout, whole_weights(layout, plan.weights, set(wanted)))
     out = {} if memory is None else memory.arrays(plan.whole.large_outputs)
@@ -178,6 +174,26 @@ def quantise_to_encode(
     return PendingState(columns, made, pending.preparation, finish=pending.finish, check=pending.check)
 
 
+def _unwritten_state(
+    layout: QuantisedLayout, plan: _Plan, names: tuple[str, ...], state: State, previous: State | None, ready: Mapping[str, Tensor]
+) -> UnwrittenState | None:
+    """Return the state of these names and of those that are ready, if all weights are on one GPU, and kernels can quantise them there."""
+    if not plan.weights or torch_types.torch_tensor() is None:
+        return None
+    device = _device_of(state.get(plan.weights[0].source))
+    if device is None:
+        return None
+    from .gpu.unwritten import UnwrittenForm, start_unwritten
+    from .whole_weights import WholeWeights, unwritten_roles, with_groups
+
+    if plan.unwritten is None:
+        if plan.on_gpu is None:
+            plan.on_gpu = WholeWeights(layout, with_groups(layout, plan.weights))
+        outputs = [layout.output(name) for name in (*ready, *names)]
+        plan.unwritten = UnwrittenForm(outputs, plan.on_gpu, unwritten_roles(layout.recipe))
+    return start_unwritten(plan.unwritten, state, previous, ready, device)
+
+
 @dataclass
 class _Plan:
     """A plan to quantise the outputs of some names."""
@@ -186,6 +202,7 @@ class _Plan:
     whole: WholeWeights | None = None
     on_gpu: WholeWeights | None = None
     """The weights, and all that share a scale with them."""
+    unwritten: UnwrittenForm | None = None
 
 
 def _plan_of(layout: QuantisedLayout, names: tuple[str, ...]) -> _Plan:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..codec import memory_of
-from ..codec.bits import DeviceBits, QuantisedBits, ScalesOnDevice, copied_to_host, copy_bits, in_host_memory, on_gpu
+from ..codec.bits import DeviceBits, copied_to_host, copy_bits, in_host_memory, on_gpu
 from ..dtypes import DType
 from ..tensors import torch_types
-from ..tensors.bits import State, Tensor, TensorBits, UnwrittenTensor, tensor_bits
+from ..tensors.bits import State, Tensor, TensorBits, tensor_bits
 from .layout import Output, QuantisedLayout, QuantisedWeight, Role
 from .recipe import Recipe
 from .reference import nonfinite_weight
@@ -30,7 +30,7 @@ Array = Any
 
 
 _SCALES: tuple[Role, Role] = ("scale", "global_scale")
-
+_ROLES: tuple[Role, Role, Role] = ("codes", *_SCALES)
 
 _BYTE_SCALES = ("nvfp4", "mxfp4")
 """Recipes whose scales have one byte each."""
@@ -48,14 +48,6 @@ class TableQuantiser(Protocol):
     def quantise_weights(self, recipe: Recipe, weights: WeightTable) -> int | None: ...
 
 
-class ScaleChooser(TableQuantiser, Protocol):
-    """Starts to choose scales, and does not write scales of one byte: `ScaleQuantiser`."""
-
-    def first_nonfinite(self) -> int | None: ...
-
-    def unwritten_scales(self, number: int, global_scale: torch.Tensor | None, previous: torch.Tensor | None) -> ScalesOnDevice: ...
-
-
 class WholeWeights:
     """Weights of a layout, and all weights that share a scale with them. All their outputs are made.
 
@@ -68,7 +60,7 @@ class WholeWeights:
     """
 
     def __init__(self, layout: QuantisedLayout, weights: list[QuantisedWeight]) -> None:
-        self._layout = layout
+        self.layout = layout
         self.weights = weights
         roles: list[Role] = [role for role in weights[0].outputs if role != "shape"] if weights else []
         self._forms: dict[Role, list[Output]] = {role: [layout.outputs[weight.outputs[role]] for weight in weights] for role in roles}
@@ -77,10 +69,12 @@ class WholeWeights:
         self._source_of = np.array([numbers[weight.source] for weight in weights], np.int64)
         self._first_rows = np.array([weight.first_row for weight in weights], np.int64)
         self._rows = np.array([weight.rows for weight in weights], np.int64)
-        self._columns = np.array([weight.columns for weight in weights], np.int64)
-        self._types = np.array([source_number(weight.dtype) for weight in weights], np.uint8)
+        self.columns = np.array([weight.columns for weight in weights], np.int64)
+        self._types: NDArray[np.uint8] = np.array([source_number(weight.dtype) for weight in weights], np.uint8)
+        self._strides: NDArray[np.int64] = self.columns * _ITEMSIZES[self._types]
+        """The bytes of a row."""
         groups: dict[str, int] = {}
-        self._groups = np.array([groups.setdefault(weight.group, len(groups)) for weight in weights], np.int64)
+        self.groups = np.array([groups.setdefault(weight.group, len(groups)) for weight in weights], np.int64)
 
     def quantise(
         self,
@@ -89,8 +83,6 @@ class WholeWeights:
         previous: State | None,
         out: Mapping[str, Tensor],
         device: torch.device | None = None,
-        *,
-        makes_codes: bool = True,
     ) -> dict[str, Any]:
         """Return all outputs: the tensors of `out`, where it has them. Raise as `QuantisedLayout.quantise` does.
 
@@ -106,9 +98,6 @@ class WholeWeights:
             Tensors to write into.
         device
             The GPU to work on; None for the host.
-        makes_codes
-            Whether there are tensors of codes. If not, `UnwrittenTensor`s stand for them, and for scales of one byte. The quantiser must be
-            a `ScaleChooser` then.
         """
         if not self.weights:
             return {}
@@ -117,9 +106,7 @@ class WholeWeights:
         strides = np.array([memory.row_stride(array) for array in rows], np.int64)[self._source_of]
         data = np.array([memory.address(array) for array in rows], np.int64)[self._source_of] + self._first_rows * strides
         found: dict[str, Any] = {}
-        unwritten = () if makes_codes else unwritten_roles(self._layout.recipe)
-        wanted = {role: forms for role, forms in self._forms.items() if role not in unwritten}
-        targets = {role: [memory.target(form, out, found) for form in forms] for role, forms in wanted.items()}
+        targets = {role: [memory.target(form, out, found) for form in forms] for role, forms in self._forms.items()}
         before = self._previous(memory, previous)
 
         def column(arrays: list[Array] | None) -> NDArray[np.uint64]:
@@ -131,43 +118,26 @@ class WholeWeights:
             data.astype(np.uint64),
             strides,
             self._rows,
-            self._columns,
+            self.columns,
             self._types,
             column(targets.get("codes")),
             column(targets.get("scale")),
             column(targets.get("global_scale")),
             column(before.get("scale")),
             column(before.get("global_scale")),
-            self._groups,
+            self.groups,
         )
 
-        def refuse(bad: int | None) -> None:
-            if bad is not None:
-                weight = self.weights[bad]
-                part = rows[self._source_of[bad]][weight.first_row : weight.first_row + weight.rows]
-                raise nonfinite_weight(weight.source, memory.count_nonfinite(part, weight))
-
-        def check() -> None:
-            refuse(cast("ScaleChooser", quantiser).first_nonfinite())
-
-        refuse(quantiser.quantise_weights(self._layout.recipe, table))
+        bad = quantiser.quantise_weights(self.layout.recipe, table)
+        if bad is not None:
+            weight = self.weights[bad]
+            part = rows[self._source_of[bad]][weight.first_row : weight.first_row + weight.rows]
+            raise nonfinite_weight(weight.source, memory.count_nonfinite(part, weight))
         self._add_shapes(memory, out, found)
         for role, arrays in targets.items():
             for form, array in zip(self._forms[role], arrays, strict=True):
                 if form.name not in found:  # the tensor of `out` cannot be written in place
                     self._write(memory, form, array, out, found)
-        for number, part in enumerate(self.weights if unwritten else []):
-            weights = rows[self._source_of[number]][part.first_row : part.first_row + part.rows]
-            global_scale = targets["global_scale"][number] if "global_scale" in targets else None
-            if "scale" in unwritten:
-                previous_scale = before["scale"][number] if before else None
-                scales = cast("ScaleChooser", quantiser).unwritten_scales(number, global_scale, previous_scale)
-            else:
-                scales = ScalesOnDevice(targets["scale"][number], global_scale)
-            for role in unwritten:
-                form = self._forms[role][number]
-                facts = form.shape, form.dtype.itemsize, self._facts(part)
-                found[form.name] = UnwrittenTensor(QuantisedBits(weights, *facts, scales, makes_scales=role == "scale"), form.dtype, check)
         return found
 
     def quantise_arrays(
@@ -182,7 +152,7 @@ class WholeWeights:
         plain = self._plain
         sources = plain["source"].read(state)
         old = None
-        if previous is not None and self._layout.recipe.sticky:
+        if previous is not None and self.layout.recipe.sticky:
             old = {role: plain[role].read(previous) for role in _SCALES if role in plain}
         made: dict[Role, list[Any]] = {}
         for role in self._forms:
@@ -195,35 +165,20 @@ class WholeWeights:
         if sources is None or None in targets.values() or (old is not None and None in old.values()):
             return None
         fresh = np.zeros(len(self.weights), np.bool_)
-        if old is not None and self._layout.recipe.shares_scales:
+        if old is not None and self.layout.recipe.shares_scales:
             shared = old["global_scale" if "global_scale" in old else "scale"]
             assert shared is not None
             values = np.array([array[0] for array in shared.bits])
-            _, first = np.unique(self._groups, return_index=True)
+            _, first = np.unique(self.groups, return_index=True)
             of_group = np.zeros(len(self.weights), np.int64)
-            of_group[self._groups[first]] = first
-            differs = values != values[of_group[self._groups]]
-            fresh = np.isin(self._groups, self._groups[differs])
+            of_group[self.groups[first]] = first
+            differs = values != values[of_group[self.groups]]
+            fresh = np.isin(self.groups, self.groups[differs])
 
-        def column(role: Role, memory: Mapping[Role, _Memories | None] | None) -> NDArray[np.uint64]:
-            found = None if memory is None else memory.get(role)
-            return np.zeros(len(self.weights), np.uint64) if found is None else found.addresses
-
-        strides = (self._columns * _ITEMSIZES[self._types]).astype(np.int64)
-        table = WeightTable(
-            sources.addresses[self._source_of] + (self._first_rows * strides).astype(np.uint64),
-            strides,
-            self._rows,
-            self._columns,
-            self._types,
-            column("codes", targets),
-            column("scale", targets),
-            column("global_scale", targets),
-            np.where(fresh, np.uint64(0), column("scale", old)),
-            np.where(fresh, np.uint64(0), column("global_scale", old)),
-            self._groups,
-        )
-        if quantiser.quantise_weights(self._layout.recipe, table) is not None:
+        made_at = {role: memory.addresses for role, memory in targets.items() if memory is not None}
+        kept_at = {role: np.where(fresh, np.uint64(0), memory.addresses) for role, memory in (old or {}).items() if memory is not None}
+        table = self.table(sources.addresses[self._source_of] + self.starts, made_at, kept_at)
+        if quantiser.quantise_weights(self.layout.recipe, table) is not None:
             return None  # the other way says which weight is not finite
         found: dict[str, Tensor] = {}
         for role, arrays in made.items():
@@ -231,9 +186,32 @@ class WholeWeights:
         self._add_shapes(_HostMemory(), out, found)
         return found
 
+    def table(
+        self, data: NDArray[np.uint64], outputs: Mapping[Role, NDArray[np.uint64]], previous: Mapping[Role, NDArray[np.uint64]]
+    ) -> WeightTable:
+        """Return the table of weights whose sources are contiguous, from their addresses.
+
+        By role, `outputs` has the addresses of what is written, and `previous` those of the scales of the version before; 0 for fresh ones.
+        """
+        nowhere = np.zeros(len(self.weights), np.uint64)
+        codes, scales, globals = (outputs.get(role, nowhere) for role in _ROLES)
+        old_scales, old_globals = (previous.get(role, nowhere) for role in _SCALES)
+        made = codes, scales, globals, old_scales, old_globals
+        return WeightTable(data, self._strides, self._rows, self.columns, self._types, *made, self.groups)
+
+    @cached_property
+    def starts(self) -> NDArray[np.uint64]:
+        """Where each weight begins in its source, if that is contiguous."""
+        return (self._first_rows * self._strides).astype(np.uint64)
+
+    @cached_property
+    def shapes(self) -> NDArray[np.int64]:
+        """The rows and columns of each weight."""
+        return np.stack([self._rows, self.columns], axis=1)
+
     @property
     def recipe(self) -> Recipe:
-        return self._layout.recipe
+        return self.layout.recipe
 
     @cached_property
     def large_outputs(self) -> list[Output]:
@@ -242,7 +220,7 @@ class WholeWeights:
 
     @cached_property
     def _plain(self) -> dict[Role | Literal["source"], _Forms]:
-        specs = self._layout.specs
+        specs = self.layout.specs
         found: dict[Role | Literal["source"], _Forms] = {
             "source": _Forms(list(self._sources), [(specs[name].dtype, specs[name].shape) for name in self._sources])
         }
@@ -250,16 +228,17 @@ class WholeWeights:
             found[role] = _Forms([form.name for form in forms], [(form.dtype, form.shape) for form in forms])
         return found
 
-    def _facts(self, weight: QuantisedWeight) -> tuple[int, int, int]:
-        recipe = self._layout.recipe
+    def facts(self, weight: QuantisedWeight) -> tuple[int, int, int]:
+        """Return the numbers of the recipe and of the type of a weight, and the size of a group, as kernels know them."""
+        recipe = self.layout.recipe
         return kind_number(recipe), source_number(weight.dtype), recipe.group_size or 0
 
     def _add_shapes(self, memory: _Memory, out: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
         """Put the outputs that are shapes into `found`, if the recipe has them."""
         if "shape" in self.weights[0].outputs:
-            shapes = memory.upload(np.stack([self._rows, self._columns], axis=1))
+            shapes = memory.upload(self.shapes)
             for weight, shape in zip(self.weights, shapes, strict=True):
-                self._write(memory, self._layout.outputs[weight.outputs["shape"]], shape, out, found)
+                self._write(memory, self.layout.outputs[weight.outputs["shape"]], shape, out, found)
 
     def _write(self, memory: _Memory, form: Output, array: Array, out: Mapping[str, Tensor], found: dict[str, Tensor]) -> None:
         given = out.get(form.name)
@@ -271,13 +250,13 @@ class WholeWeights:
 
     def _previous(self, memory: _Memory, previous: State | None) -> dict[str, list[Array | None]]:
         """Return the previous scales by role; None for those of a weight that must have fresh ones."""
-        if previous is None or not self._layout.recipe.sticky:
+        if previous is None or not self.layout.recipe.sticky:
             return {}
         roles: list[Role] = [role for role in ("scale", "global_scale") if role in self._forms]
         found = {role: [memory.published(form, previous) for form in self._forms[role]] for role in roles}
         fresh = np.array([any(one is None for one in arrays) for arrays in zip(*found.values(), strict=True)])
-        if self._layout.recipe.shares_scales:
-            fresh = np.isin(self._groups, self._groups[fresh | memory.disagree(found[roles[-1]], self._groups)])
+        if self.layout.recipe.shares_scales:
+            fresh = np.isin(self.groups, self.groups[fresh | memory.disagree(found[roles[-1]], self.groups)])
         return {role: [None if no else array for no, array in zip(fresh.tolist(), arrays, strict=True)] for role, arrays in found.items()}
 
 

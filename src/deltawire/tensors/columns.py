@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ..codec import memory_of
 from ..codec.bits import Bits, BitsColumn, DeviceBits
 from ..dtypes import PAYLOAD_TYPES, DType, PayloadType, dtype_of_numpy, first_nonfinite, payload_type
-from ..format.digest import TensorKeys
+from ..format.digest import Digest, TensorKeys
 from . import torch_types
 from .bits import State, Tensor, TensorBits, named_bits
 from .names import check_names
@@ -90,6 +90,26 @@ class Layout:
     def nbytes(self) -> NDArray[np.int64]:
         """The bytes of each tensor."""
         return self.sizes * self.itemsizes
+
+    @cached_property
+    def tag(self) -> Digest:
+        """The sum of what names, types and shapes contribute to the digest."""
+        return self.keys.tag()
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """The bytes of all tensors."""
+        return int(self.nbytes.sum())
+
+    @cached_property
+    def elements(self) -> int:
+        """The elements of all tensors, as their payload types count them."""
+        return sum(kind.per_element * int(self.sizes[numbers].sum()) for kind, numbers in self.groups)
+
+    @cached_property
+    def seeds(self) -> list[NDArray[np.uint64]]:
+        """The seeds of the tensors in each of `groups`."""
+        return [self.keys.seeds[numbers] for _, numbers in self.groups]
 
     @cached_property
     def magnitudes(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
@@ -176,8 +196,12 @@ class Columns(Sequence[TensorBits]):
 
     @cached_property
     def sharing_addresses(self) -> NDArray[np.int64]:
-        """The numbers of tensors that begin at the same address as another one. Tensors without elements do not count."""
-        filled = np.flatnonzero(self.layout.sizes > 0)
+        """The numbers of tensors that begin at the same address as another one.
+
+        Tensors without elements do not count, nor do those whose elements are made of weights.
+        """
+        quantised = self.bits.quantised
+        filled = np.flatnonzero((self.layout.sizes > 0) & (True if quantised is None else quantised["columns"] == 0))
         ordered = np.sort(self.addresses[filled])
         twice = ordered[1:][ordered[1:] == ordered[:-1]]
         return filled[np.isin(self.addresses[filled], twice)] if twice.size else filled[:0]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .bits import State, Tensor
@@ -64,3 +65,39 @@ class PendingState(ColumnState):
     def of(self, names: Sequence[str]) -> State:
         """Return some of the arrays. They stay unwritten if these are all."""
         return self if list(names) == self.unwritten.layout.names else {name: self[name] for name in names}
+
+
+class UnwrittenState(Mapping[str, Tensor]):
+    """A state on a GPU with tensors that are in no memory (`UnwrittenTensor`). All of its columns are known.
+
+    Parameters
+    ----------
+    columns
+        The columns of all tensors. Those that are not written have the addresses of what their elements are made from.
+    check
+        Raises if elements that were encoded could not be made.
+    """
+
+    def __init__(self, columns: Columns, check: Callable[[], None]) -> None:
+        self.unwritten = columns
+        self.check = check
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.unwritten.layout.names)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.unwritten.tensors[self._places[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.unwritten.layout.names)
+
+    def __len__(self) -> int:
+        return len(self.unwritten)
+
+    def of(self, names: Sequence[str]) -> State:
+        """Return some of the tensors, with their columns if they follow each other."""
+        first = self._places[names[0]] if names else 0
+        if self.unwritten.layout.names[first : first + len(names)] == list(names):
+            return UnwrittenState(self.unwritten.part(first, len(names)), self.check)
+        return {name: self[name] for name in names}

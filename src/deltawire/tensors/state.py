@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from ..codec.bits import on_gpu
 from ..format.digest import Digest
 from .bits import State, TensorBits, keys_of, state_bits
 from .columns import Columns
+
+if TYPE_CHECKING:
+    import torch
 
 Progress = Callable[[int], None]
 """A function that is called with the number of bytes of weights processed since its last call."""
@@ -45,13 +48,17 @@ def state_digest(state: State, *, threads: int | None = None) -> Digest:
 def codec_for(tensors: Iterable[TensorBits]) -> Codec:
     """Return the codec that can work on all of these tensors: the GPU codec if one of them is on a GPU, else that of the host."""
     if isinstance(tensors, Columns):
-        tensors = tensors[:1]  # all are on GPUs, or none
-    on_device = next((tensor.source for tensor in tensors if on_gpu(tensor.source)), None)
-    if on_device is None:
+        return codec_on(tensors.bits.device)
+    return codec_on(next((tensor.source.device for tensor in tensors if on_gpu(tensor.source)), None))
+
+
+def codec_on(device: torch.device | None) -> Codec:
+    """Return the codec for tensors on a GPU, or in host memory if there is no device."""
+    if device is None:
         return default_codec()
     from ..codec.gpu.codec import GpuCodec
 
-    return GpuCodec(on_device.device)
+    return GpuCodec(device)
 
 
 def digest_tensors(tensors: Sequence[TensorBits], threads: int, codec: Codec) -> Digest:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,14 +10,14 @@ from numpy.typing import NDArray
 
 from ...dtypes import DTYPES
 from .. import default_codec
-from ..base import EncodedGroup, EncodeGroup, Lanes, Sums
+from ..base import EncodedGroup, EncodeGroup, GroupSink, Lanes, Sums
 from ..bits import Bits, BitsColumn, DeviceBits, Indices, MasterWeightBits, QuantisedBits, ScalesOnDevice, on_gpu
 from . import device as devices
 from .codec_stream import codec_stream, host_codec_works
 from .digest import digest_tensors
-from .encode import EncodedBlocks, encode_blocks
+from .encode import BlockJob, EncodedBlocks, encode_blocks
 from .kernel_addresses import Column, joined, readable
-from .kernel_table import QUANTISED, SUMS, KernelTable, Numbers
+from .kernel_table import MAKES_BASE, MAKES_SCALES, QUANTISED, KernelTable, Numbers
 from .resolution import GpuResolution, group_by_device
 
 
@@ -40,11 +39,17 @@ class GpuCodec:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
+    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int, encoded: GroupSink | None = None) -> Sequence[EncodedGroup]:
         """See `codec.base.Codec`. A group with tensors on a GPU is encoded there; tensors that are elsewhere are copied to it."""
         sets: dict[torch.device, dict[int, list[int]]] = {}
         found: dict[int, EncodedGroup] = {}
-        on_host = []
+
+        def add(number: int, group: EncodedGroup) -> None:
+            found[number] = group
+            if encoded is not None:
+                encoded(number, group)
+
+        on_host: list[int] = []
         for number, group in enumerate(groups):
             device = device_of(group.news, group.bases)
             if device is None:
@@ -52,13 +57,9 @@ class GpuCodec:
             else:
                 sets.setdefault(device, {}).setdefault(group.type.width, []).append(number)
         if on_host:
-            host = default_codec()
-            found.update(zip(on_host, host.encode_groups([groups[number] for number in on_host], threads), strict=True))
+            default_codec().encode_groups([groups[number] for number in on_host], threads, lambda number, one: add(on_host[number], one))
         for device, widths in sets.items():
-            for numbers, encoded in zip(
-                widths.values(), _encode_widths([[groups[i] for i in numbers] for numbers in widths.values()], device), strict=True
-            ):
-                found.update(zip(numbers, encoded, strict=True))
+            _encode_widths([{number: groups[number] for number in numbers} for numbers in widths.values()], device, add)
         return [found[number] for number in range(len(groups))]
 
     def resolution(self, threads: int, budget: int) -> GpuResolution:
@@ -107,9 +108,6 @@ class GpuCodec:
 _MASTERS = 16
 """Added to the size of an element to tell master weights from others."""
 
-_MAKES_SCALES, _MAKES_BASE = 1, 2
-"""See `Quantised` in common.cuh."""
-
 _INTEGERS = {dtype.itemsize: dtype.code for dtype in DTYPES if dtype.name in ("U8", "U16", "U32", "U64")}
 
 
@@ -130,60 +128,91 @@ def sizes_of(column: Sequence[Bits]) -> Numbers:
     return np.array([bits.size for bits in column], np.int64)
 
 
-def _encode_widths(widths: Sequence[Sequence[EncodeGroup]], device: torch.device) -> list[list[EncodedGroup]]:
-    """Encode groups that are sorted by the width of their elements.
+class _Width:
+    """The groups of one width that a call encodes.
 
-    Threads encode all widths at the same time: one prepares its work while another waits for the GPU. All use the codec's stream.
+    Parameters
+    ----------
+    numbered
+        The groups, by their numbers in the call.
+    device
+        The GPU that encodes them.
     """
+
+    def __init__(self, numbered: Mapping[int, EncodeGroup], device: torch.device) -> None:
+        self._device = device
+        self._numbers, groups = list(numbered), list(numbered.values())
+        bases, news, quantised_bases = _with_quantised_news(
+            joined([group.bases for group in groups]), joined([group.news for group in groups])
+        )
+        each = np.array([len(group.news) for group in groups], np.int64)
+        counts = sizes_of(news) * np.repeat([group.type.per_element for group in groups], each)
+        seeds = np.concatenate([group.seeds for group in groups])
+        self._columns = [Column.of(bases, device), Column.of(news, device)]
+        kinds = [(len(group.news), group.type.code) for group in groups]
+        base, next = (column.addresses for column in self._columns)
+        self._table = KernelTable.of_groups(groups[0].type.width, kinds, base, counts, seeds, next, is_float32=_are_masters(news))
+        self._descriptions = _describe_quantised(news, quantised_bases, device)
+        if self._descriptions is not None:
+            self._table.quantised = self._descriptions[0]
+        self._tensors = self._table.rows()
+        self._blocks, starts = self._table.blocks(self._tensors)
+        self._starts: list[int] = starts.tolist()
+        """The number of the first block of each group, followed by the number of all blocks."""
+        self._encoded = EncodedBlocks(len(self._table), len(self._blocks))
+        self._taken = 0
+        self.nbytes = self._table.nbytes
+
+    @property
+    def job(self) -> BlockJob | None:
+        """All blocks; None if kernels cannot read some of the tensors."""
+        return None if any(column.missing.size for column in self._columns) else self._part(slice(None))
+
+    def jobs_with_copies(self) -> Iterator[BlockJob]:
+        """Yield parts of the blocks, in order. Copies of tensors that kernels cannot read live until the next part is requested."""
+        tiles = self._blocks["tile0"].astype(np.int64)
+        first, last = (np.searchsorted(self._tensors.tiles[1:], some, "right") for some in (tiles, tiles + self._blocks["tiles"] - 1))
+        for part, (base, next) in readable(self._columns, first, last + 1, self._device):
+            self._tensors.rows["base"], self._tensors.rows["next"] = base, next
+            yield self._part(part)
+
+    def take(self) -> list[tuple[int, EncodedGroup]]:
+        """Return the groups that were encoded since the last call, and their numbers."""
+        first, blocks = self._taken, self._starts
+        while self._taken + 1 < len(blocks) and blocks[self._taken + 1] <= self._encoded.done:
+            self._taken += 1
+        return [(self._numbers[place], self._group(place)) for place in range(first, self._taken)]
+
+    def _part(self, some: slice) -> BlockJob:
+        return BlockJob(self._table, self._tensors, self._blocks[some], self._encoded)
+
+    def _group(self, place: int) -> EncodedGroup:
+        first = int(self._table.group_ends[place - 1]) if place else 0
+        sums = self._encoded.sums[first : self._table.group_ends[place]]
+        before = sums["before"].sum(axis=0, dtype=np.uint32)
+        after = before + sums["change"].sum(axis=0, dtype=np.uint32)
+        pieces = self._encoded.payload(self._starts[place], self._starts[place + 1])
+        return EncodedGroup(pieces, sums["changed"].astype(np.int64), _lanes(before), _lanes(after))
+
+
+def _encode_widths(widths: Sequence[Mapping[int, EncodeGroup]], device: torch.device, encoded: GroupSink) -> None:
+    """Encode groups that are sorted by the width of their elements. The device goes from one width to the next without a break."""
     gpu = devices.gpu_at(device)
 
-    def encode(groups: Sequence[EncodeGroup], stream: torch.cuda.Stream) -> list[EncodedGroup]:
-        with gpu.using(stream):
-            return _encode_on_device(groups, device)
+    def take() -> None:
+        for work in works:
+            for number, group in work.take():
+                encoded(number, group)
 
     with codec_stream(device) as stream:
-        if len(widths) == 1:
-            found = [_encode_on_device(widths[0], device)]
-        else:
-            with ThreadPoolExecutor(len(widths) - 1, "deltawire-encode") as pool:
-                others = [pool.submit(encode, groups, stream) for groups in widths[1:]]
-                found = [_encode_on_device(widths[0], device), *(other.result() for other in others)]
+        works = sorted((_Width(groups, device) for groups in widths), key=lambda work: work.nbytes)
+        encode_blocks([job for work in works if (job := work.job) is not None], gpu, take)
+        for work in works:
+            if work.job is None:
+                for job in work.jobs_with_copies():
+                    encode_blocks([job], gpu, take)
         stream.synchronize()
-    return found
-
-
-def _encode_on_device(groups: Sequence[EncodeGroup], device: torch.device) -> list[EncodedGroup]:
-    """Encode groups of one width."""
-    bases, news, quantised_bases = _with_quantised_news(joined([group.bases for group in groups]), joined([group.news for group in groups]))
-    each = np.array([len(group.news) for group in groups], np.int64)
-    counts = sizes_of(news) * np.repeat([group.type.per_element for group in groups], each)
-    seeds = np.concatenate([group.seeds for group in groups])
-    columns = [Column.of(bases, device), Column.of(news, device)]
-    kinds = [(len(group.news), group.type.code) for group in groups]
-    addresses = [column.addresses for column in columns]
-    table = KernelTable.of_groups(groups[0].type.width, kinds, addresses[0], counts, seeds, addresses[1], is_float32=_are_masters(news))
-    descriptions = _describe_quantised(news, quantised_bases, device)
-    if descriptions is not None:
-        table.quantised = descriptions[0]
-    encoded, blocks = _encode_table(table, columns, device)
-    ends = np.append(0, np.cumsum(encoded.sizes))
-    changes = np.flatnonzero(encoded.sizes > encoded.unchanged)
-    ranges = []
-    for first, end in zip(blocks[:-1].tolist(), blocks[1:].tolist(), strict=True):
-        # Chunks after the last change are left out.
-        last = int(np.searchsorted(changes, end)) - 1
-        changed = last >= 0 and changes[last] >= first
-        ranges.append((int(ends[first]), int(ends[changes[last] + 1] - encoded.unchanged[changes[last]]) if changed else int(ends[first])))
-    found = []
-    for pieces, first, end in zip(encoded.cut(ranges), table.group_starts.tolist(), table.group_ends.tolist(), strict=True):
-        sums = encoded.sums[first:end]
-        before = sums["before"].sum(axis=0, dtype=np.uint32)
-        found.append(
-            EncodedGroup(
-                pieces, sums["changed"].astype(np.int64), _lanes(before), _lanes(before + sums["change"].sum(axis=0, dtype=np.uint32))
-            )
-        )
-    return found
+    take()  # groups without elements have no blocks
 
 
 def _lanes(sums: NDArray[np.uint32]) -> Lanes:
@@ -200,7 +229,7 @@ def _are_masters(news: Sequence[Bits]) -> NDArray[np.bool_] | None:
 
 def _with_quantised_news(bases: Sequence[Bits | None], news: Sequence[Bits]) -> tuple[Sequence[Bits | None], Sequence[Bits], set[int]]:
     """Swap the two tensors of each pair whose base is made of weights that kernels quantise, as kernels expect. Return which these are."""
-    if isinstance(bases, BitsColumn):
+    if isinstance(bases, BitsColumn) and bases.quantised is None:
         return bases, news, set()
     numbers = {number for number, bits in enumerate(bases) if type(bits) is QuantisedBits}
     if not numbers:
@@ -221,7 +250,12 @@ def _describe_quantised(
 
     `quantised_bases` are the numbers of those that stand for the elements of the base.
     """
-    numbers = [] if isinstance(news, BitsColumn) else [number for number, bits in enumerate(news) if type(bits) is QuantisedBits]
+    if isinstance(news, BitsColumn):
+        if news.quantised is None:
+            return None
+        numbers = np.flatnonzero(news.quantised["columns"]).tolist()
+        return _upload_descriptions(news.quantised[numbers], numbers, len(news), device) if numbers else None
+    numbers = [number for number, bits in enumerate(news) if type(bits) is QuantisedBits]
     if not numbers:
         return None
     weights = [bits for bits in news if isinstance(bits, QuantisedBits)]
@@ -231,34 +265,21 @@ def _describe_quantised(
     for name, facts in zip(("kind", "source", "group"), zip(*(bits.facts for bits in weights), strict=True), strict=True):
         rows[name] = facts
     rows["flags"] = [
-        bits.makes_scales * _MAKES_SCALES + (number in quantised_bases) * _MAKES_BASE for number, bits in zip(numbers, weights, strict=True)
+        bits.makes_scales * MAKES_SCALES + (number in quantised_bases) * MAKES_BASE for number, bits in zip(numbers, weights, strict=True)
     ]
     rows["columns"] = [bits.tensor.shape[-1] for bits in weights]
     rows["width"] = -(-rows["columns"].astype(np.int64) // 128)
+    return _upload_descriptions(rows, numbers, len(news), device)
+
+
+def _upload_descriptions(
+    rows: NDArray[np.void], numbers: Sequence[int], count: int, device: torch.device
+) -> tuple[NDArray[np.uint64], torch.Tensor]:
+    """Upload descriptions of some of `count` tensors. Return their addresses by tensor, and the memory."""
     memory = devices.gpu_at(device).upload(rows)
-    addresses = np.zeros(len(news), np.uint64)
+    addresses = np.zeros(count, np.uint64)
     addresses[numbers] = memory.data_ptr() + np.arange(len(numbers), dtype=np.uint64) * QUANTISED.itemsize
     return addresses, memory
-
-
-def _encode_table(table: KernelTable, columns: Sequence[Column], device: torch.device) -> tuple[EncodedBlocks, Numbers]:
-    """Encode all blocks of a table, and copy tensors that kernels cannot read. Return also the number of each group's first block."""
-    tensors = table.rows()
-    blocks, starts = table.blocks(tensors)
-    last = blocks["tile0"].astype(np.int64) + blocks["tiles"] - 1
-    first_tensor, last_tensor = (np.searchsorted(tensors.tiles[1:], tile, "right") for tile in (blocks["tile0"].astype(np.int64), last))
-    found = []
-    for part, (base, next) in readable(columns, first_tensor, last_tensor + 1, device):
-        tensors.rows["base"], tensors.rows["next"] = base, next
-        found.append(encode_blocks(table, tensors, blocks[part], devices.gpu_at(device)))
-    if not found:
-        found.append(encode_blocks(table, tensors, blocks, devices.gpu_at(device)))
-    sums = found[0].sums
-    for more in found[1:]:
-        for name in SUMS.names or ():
-            sums[name] += more.sums[name]
-    sizes, unchanged = (np.concatenate([getattr(part, name) for part in found]) for name in ("sizes", "unchanged"))
-    return EncodedBlocks([piece for part in found for piece in part.pieces], sizes, unchanged, sums), starts
 
 
 def _digest_on_device(column: Sequence[Bits], seeds: NDArray[np.uint64], itemsize: int, device: torch.device) -> Sums:

@@ -83,7 +83,7 @@ def joined(columns: Sequence[Sequence[_T]]) -> Sequence[_T]:
     if len(columns) == 1:
         return columns[0]
     known = [column for column in columns if isinstance(column, BitsColumn)]
-    if len(known) == len(columns) and len({column.device for column in known}) == 1:
+    if len(known) == len(columns) and known[0].can_be_followed_by(known[1:]):
         return cast("Sequence[_T]", known[0].followed_by(known[1:]))
     return [bits for column in columns for bits in column]
 

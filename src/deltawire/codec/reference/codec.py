@@ -13,6 +13,7 @@ from ..base import (
     EncodedGroup,
     EncodeGroup,
     GroupOutcome,
+    GroupSink,
     Lanes,
     Outcomes,
     ResolveGroup,
@@ -34,8 +35,12 @@ class ReferenceCodec:
     prefers_whole_state = False
     prepares = False
 
-    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int) -> Sequence[EncodedGroup]:
-        return [_encode_group(group) for group in groups]
+    def encode_groups(self, groups: Sequence[EncodeGroup], threads: int, encoded: GroupSink | None = None) -> Sequence[EncodedGroup]:
+        each = [_encode_group(group) for group in groups]
+        if encoded is not None:
+            for number, group in enumerate(each):
+                encoded(number, group)
+        return each
 
     def resolution(self, threads: int, budget: int) -> ReferenceResolution:
         return ReferenceResolution()

@@ -14,7 +14,7 @@ from ...format.records.record_parts import Limits
 from ...tensors.bits import State, TensorBits, tensor_bits
 from ...tensors.casting import Casting
 from ...tensors.columns import Columns, ColumnState, Layout
-from ...tensors.pending_state import PendingState
+from ...tensors.pending_state import PendingState, UnwrittenState
 
 SEGMENT_BYTES = 256 << 20
 """Small enough that uploading a segment overlaps with encoding the next; large enough that requests are few."""
@@ -100,8 +100,8 @@ class TensorTable:
 
 
 def part_of_state(state: State, table: TensorTable, segment: Segment) -> State:
-    """Return the tensors of a segment. The state has this table; or it is a `PendingState` of some segments."""
-    if isinstance(state, PendingState):
+    """Return the tensors of a segment. The state has this table; or it has the tensors of some segments that are not written."""
+    if isinstance(state, (PendingState, UnwrittenState)):
         return state.of(table.names_of(segment))
     if isinstance(state, ColumnState):
         return state.part(segment.first, segment.count)

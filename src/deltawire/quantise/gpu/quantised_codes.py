@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...codec.bits import ScalesOnDevice
 from ...tensors import torch_types
@@ -48,8 +50,20 @@ class ScaleQuantiser(GpuQuantiser):
         pending = self._pending
         assert pending is not None
         assert pending.changed is not None
+        assert pending.changed_ends is not None
+        start, end = ([0, *pending.changed_ends[:-1]][number], pending.changed_ends[number])
         fresh = None if pending.fresh is None else pending.fresh[number : number + 1]
-        return ScalesOnDevice(None, global_scale, previous, pending.changed[number], fresh)
+        return ScalesOnDevice(None, global_scale, previous, pending.changed[int(start) : int(end)], fresh)
+
+    def addresses(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64] | int]:
+        """Return `ScalesOnDevice.changed` and `ScalesOnDevice.fresh` of all weights as addresses; 0 if previous scales count."""
+        pending = self._pending
+        assert pending is not None
+        assert pending.changed is not None
+        assert pending.changed_ends is not None
+        starts = np.append(0, pending.changed_ends[:-1]).astype(np.uint64)
+        fresh = 0 if pending.fresh is None else pending.fresh.data_ptr() + 4 * np.arange(starts.size, dtype=np.uint64)
+        return pending.changed.data_ptr() + 2 * starts, fresh
 
 
 def rows_can_be_quantised_as_read(recipe: Recipe, shard: RowShard) -> bool:

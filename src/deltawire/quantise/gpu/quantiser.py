@@ -64,13 +64,16 @@ class PendingQuantisation:
         self,
         bad: torch.Tensor,
         held: tuple[torch.Tensor, ...],
-        changed: list[torch.Tensor] | None = None,
+        changed: torch.Tensor | None = None,
+        changed_ends: NDArray[np.int64] | None = None,
         fresh: torch.Tensor | None = None,
     ) -> None:
         self._bad = bad
         self._held = held
         self.changed = changed
-        """For each weight whose scales are not written: `ScalesOnDevice.changed`."""
+        """`ScalesOnDevice.changed` of all weights, one after the other; None if scales are written."""
+        self.changed_ends = changed_ends
+        """Where the numbers of each weight end in it."""
         self.fresh = fresh
         """For each weight, whether its previous scales do not count; None if they count."""
 
@@ -122,12 +125,12 @@ class GpuQuantiser:
         """
         rows = _rows(recipe, weights)
         mode = _QUANTISE if makes_codes else _SCALES
-        changed = None
+        changed = changed_ends = None
         if not makes_scales:
             tiles = -(-weights.rows * weights.columns // _UNIT)
-            memory = self._gpu.empty(int(tiles.sum()), torch.int16)
-            changed = list(memory.split(tiles.tolist()))
-            rows["changed"] = memory.data_ptr() + 2 * (np.cumsum(tiles) - tiles).astype(np.uint64)
+            changed_ends = np.cumsum(tiles)
+            changed = self._gpu.empty(int(changed_ends[-1]), torch.int16)
+            rows["changed"] = changed.data_ptr() + 2 * (changed_ends - tiles).astype(np.uint64)
         held: list[torch.Tensor] = []
         shares = recipe.shares_scales
         count = len(rows)
@@ -166,7 +169,7 @@ class GpuQuantiser:
         if makes_codes or recipe.name != "fp8-tensor":
             described, blocks = job(units)
             self._launch(_kernel(recipe, makes_codes), blocks, described)
-        return PendingQuantisation(bad, (*held, shared, fresh, groups), changed, fresh if shares else None)
+        return PendingQuantisation(bad, (*held, shared, fresh, groups), changed, changed_ends, fresh if shares else None)
 
     def maxima_of(self, recipe: Recipe, shards: Sequence[RowShard]) -> list[Grid]:
         """Return the largest magnitude of each block of shards on this GPU (`ShardQuantiser`). The results are in host memory.
