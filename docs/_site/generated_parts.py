@@ -24,7 +24,7 @@ _NOTES = {
     "Members": "A member adds its name to all events that it emits, as the field `member`.\n",
     "Supervised members": "`deltawire fleet` and other programs that start members report these.\n",
     "Seen in the store": "`deltawire events` prints these, which it finds out by reading the store.\n",
-    "Gates": "A gate also reports `channel-moved`.\n",
+    "Gates": "A gate also reports `channel-moved` and `sweep-failed`.\n",
     "Trainers": "[Watch the mismatch](router-replay.md#watch-the-mismatch) explains the numbers of `mismatch`.\n",
 }
 
