@@ -13,7 +13,8 @@ from pathlib import Path
 
 from deltawire.events.kinds.kind import EventKind
 from deltawire.events.registry import GROUPS, REGISTRY
-from deltawire.telemetry.metric_table import EVENTS, METRICS, Metric
+from deltawire.telemetry.metric import Metric
+from deltawire.telemetry.metric_table import EVENTS, METRICS
 
 DOCS = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- The rest of this page is made from the source by docs/_site/generated_parts.py. -->\n"

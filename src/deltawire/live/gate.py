@@ -27,7 +27,7 @@ from ..format.records.version_records import Commit
 from ..publish.channels import ChannelWriter, Reason
 from ..store import keys
 from .gate_records import GateRecords, PlacedRecord
-from .gate_rules import GatePolicy, Range, decide, judge
+from .gate_rules import GatePolicy, Limit, Range, decide, judge
 from .gate_traffic import CanaryTraffic, Source
 from .traffic_reader import TrafficReader
 
@@ -337,8 +337,8 @@ class Gate:
             emit(self._on_event, "sweep-failed", error=str(error))
 
     def _report(self, watch: _Watch, record: GateRecord) -> None:
-        for finding in record.limits:
-            self._report_limit(finding)
+        for limit, finding in zip(self._policy.limits, record.limits, strict=True):
+            self._report_limit(limit, finding)
         canary = watch.canary
         known: dict[str, int | str] = {"channel": canary.channel, "move": canary.move, "seq": canary.target.seq, "answers": record.answers}
         if record.outcome == "continue":
@@ -346,7 +346,7 @@ class Gate:
         else:
             emit(self._on_event, "gate-decided", **known, age_seconds=record.age / 1000, why=record.why, outcome=record.outcome)
 
-    def _report_limit(self, finding: LimitFinding) -> None:
+    def _report_limit(self, limit: Limit, finding: LimitFinding) -> None:
         emit(
             self._on_event,
             "gate-limit",
@@ -355,6 +355,9 @@ class Gate:
             canary=finding.canary.mean,
             stable=finding.stable.mean,
             blocks=finding.blocks,
+            low=finding.low,
+            high=finding.high,
+            threshold=limit.offset,
         )
 
     def _move(self, record: GateRecord) -> ChannelMove | None:
