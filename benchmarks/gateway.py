@@ -229,7 +229,7 @@ def measure(seconds: float = 10.0) -> Table:
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store")
         label = _publish(store)
-        with _process(_instant, label) as (_, engine), _process(_gateway, str(store), f"{folder}/a", engine) as (process, url):
+        with _process(_instant, label) as (_, engine), _process(_gateway, str(store), f"{folder}/a", engine) as (_, url):
             _wait_for_engine(url)
             for clients, stream in ((1, False), (1, True), (16, False), (16, True)):
                 _compare(table, "instant", engine, url, clients, stream, seconds)
