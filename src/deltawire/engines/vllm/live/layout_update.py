@@ -294,6 +294,8 @@ class LayoutUpdate:
     def _windows(self, names: Sequence[str], file: GroupedDelta) -> Sequence[Window]:
         """Return the windows in which a file is decoded. There are none if it is decoded as a whole."""
         tensors, decoders = self._layout.tensors, self._decoders
+        if decoders is None and self._plain.issuperset(names):
+            return ()
         copied = sum(math.prod(tensors[name].spec.shape, start=tensors[name].spec.dtype.itemsize) for name in {*names} - self._plain)
         is_large = copied > 2 * _WINDOW_BYTES
         if not is_large and decoders is None:
@@ -346,8 +348,7 @@ class LayoutUpdate:
     def _plain(self) -> frozenset[str]:
         """The direct tensors that the codec writes by itself."""
         apart = self._sharing | self._inputs
-        tensors = self._layout.tensors
-        return frozenset(name for name in self._direct_tensors.by_name if len(tensors[name].placements) <= 1 and name not in apart)
+        return self._direct_tensors.in_one_place - apart if apart else self._direct_tensors.in_one_place
 
     @functools.cached_property
     def _sharing(self) -> frozenset[str]:

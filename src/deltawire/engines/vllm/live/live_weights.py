@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
+import numpy as np
+
 from ....errors import BaseMismatch, ChainBroken, EngineQuarantined, EngineRefused, ResultMismatch
 from ....format import delta_file
 from ....format.delta_file import DeltaBytes
@@ -110,6 +112,8 @@ class LiveWeights:
         self.table: TensorTable | None = None
         """The tensors of the chain whose layout was learnt."""
         self._names: Sequence[str] = ()
+        self._upto = np.zeros((1, 2), np.int64)
+        """The numbers of elements, and of bytes, of all tensors before each one, and at the end those of all."""
         self._direct_tensors = DirectTensors({})
         self._is_quick = True
         """True if the digest of the direct tensors is computed within each swap."""
@@ -135,6 +139,8 @@ class LiveWeights:
         self.table = self.layout = None
         layout = self._learn_layout(table)
         self.table, self._names = table, list(table)
+        sizes = [(math.prod(spec.shape), _nbytes(spec)) for spec in table.values()]
+        self._upto = np.cumsum([(0, 0), *sizes], axis=0)
         self._direct_tensors = DirectTensors(layout.tensors)
         direct = self._direct_tensors.by_name.values()
         limit = {tensor.device: _QUICK_BYTES.get(tensor.device.type, 0) for tensor in direct}
@@ -265,7 +271,6 @@ class LiveWeights:
             for name, error in failed.items():
                 self.layout.load_anew(name, f"it cannot be processed while the server runs: {error}")
             update, difference = self._decode(version, hop, read, peek or read)  # again, because other changes must be known now
-        update.recomputes = [rule for rule in self._rules.of(self.layout, update) if rule.how == "recompute"]
         target = LiveVersion(hop.target.ref(record_hash(hop.target.to_bytes())), version.digest + difference)
         return StagedUpdate(hop, update if hop.files else None, version.digest, target, update.nbytes, update.unchecked)
 
@@ -290,20 +295,19 @@ class LiveWeights:
             else:
                 skipped = update.skipped
                 before, after = update.add(names, read(entry))
-                self._pace.after(self._elements(entry, names) - (update.skipped - skipped))
+                self._pace.after(self._elements(entry) - (update.skipped - skipped))
             difference += after - before
         update.complete()
         if version.digest + difference != hop.target.digest:
             raise ResultMismatch(f"the files of {hop.target.describe()} do not lead to its digest {hop.target.digest}.")
         return update, difference
 
-    def _elements(self, entry: FileEntry, names: Sequence[str]) -> float:
-        """Return the number of elements that a file covers, which may be parts of these tensors."""
-        assert self.layout is not None
-        specs = [self.layout.tensors[name].spec for name in names]
-        counts = [math.prod(spec.shape) for spec in specs]
-        nbytes = sum(count * spec.dtype.itemsize for count, spec in zip(counts, specs, strict=True))
-        return entry.raw * sum(counts) / max(nbytes, 1)
+    def _elements(self, entry: FileEntry) -> float:
+        """Return the number of elements that a file covers, which may be parts of its tensors."""
+        assert entry.first is not None
+        assert entry.count is not None
+        elements, nbytes = (self._upto[entry.first + entry.count] - self._upto[entry.first]).tolist()
+        return float(entry.raw * elements / max(nbytes, 1))
 
     def swap(self, staged: StagedUpdate, agree: Agree) -> SwapOutcome:
         """Write a staged update, together with all other workers. Raises no exceptions, except interrupts.
