@@ -28,7 +28,7 @@ from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
 from deltawire.delta.grouped_plan import resolve_together  # noqa: E402
 from deltawire.engines.vllm.layout import placements  # noqa: E402
 from deltawire.engines.vllm.layout.types import ModuleRule  # noqa: E402
-from deltawire.engines.vllm.live import layout_update  # noqa: E402
+from deltawire.engines.vllm.live import direct_files, layout_update  # noqa: E402
 from deltawire.engines.vllm.live.layout_update import LayoutUpdate  # noqa: E402
 from deltawire.engines.vllm.live.live_weights import LiveWeights  # noqa: E402
 from deltawire.engines.vllm.live.ownership import replicas_agree  # noqa: E402
@@ -146,7 +146,7 @@ def test_a_gpu_decodes_files_of_direct_tensors_together(monkeypatch: pytest.Monk
         together.append(len(plans))
         return resolve_together(plans, *arguments)
 
-    monkeypatch.setattr(layout_update, "resolve_together", counted)
+    monkeypatch.setattr(direct_files, "resolve_together", counted)
     with emulated(EmulatedGpu()):
         worker = FakeWorker(mixed=False)
         assert swap(worker, worker.step()).outcome == "made"

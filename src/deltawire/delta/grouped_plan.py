@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..codec import join_pieces
 from ..codec.base import Buffer, Codec, Resolution, ResolveGroup
 from ..codec.bits import Bits, DeviceBits, Indices, on_gpu
 from ..dtypes import PAYLOAD_TYPES, PayloadType, payload_type
@@ -246,7 +245,7 @@ def resolve_together(plans: Sequence[GroupedPlan], resolution: Resolution, codec
 
     The plans must not share memory that is written, and the resolution must be empty. Raises as `Plan.resolve` does.
     """
-    data: Buffer = plans[0].file.data if len(plans) == 1 else join_pieces([plan.file.data for plan in plans], threads)
+    data: Buffer = plans[0].file.data if len(plans) == 1 else codec.join([plan.file.data for plan in plans], threads)
     starts = itertools.accumulate((len(plan.file.data) for plan in plans[:-1]), initial=0)
     placed = list(zip(plans, starts, strict=True))
     digests = [plan.digests_of_rest(codec, threads) for plan in plans]

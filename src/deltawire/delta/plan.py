@@ -121,6 +121,13 @@ def itemsizes_of(tensors: Sequence[TensorBits]) -> NDArray[np.int64]:
     return np.array([tensor.dtype.itemsize for tensor in tensors], np.int64)
 
 
+def sizes_of(tensors: Sequence[TensorBits]) -> NDArray[np.int64]:
+    """Return the number of elements of each tensor."""
+    if isinstance(tensors, Columns):
+        return tensors.layout.sizes
+    return np.array([tensor.size for tensor in tensors], np.int64)
+
+
 def check_structure(state: State, structure: Structure, names: Iterable[str]) -> None:
     """Raise unless the state has the tensors that a delta removes, ties or otherwise names, and none that it adds."""
     for name in sorted({*structure.removed, *structure.aliases, *names} - structure.added.keys()):

@@ -85,6 +85,9 @@ class EmulatedGpu:
         raw = torch.frombuffer(bytearray(array.tobytes() or b"\0"), dtype=torch.uint8)
         return raw.clone()
 
+    def download(self, *tensors: torch.Tensor) -> list[Any]:
+        return [tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy() for tensor in tensors]
+
     def stream(self, purpose: str) -> Stream:
         return Stream()
 

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
-import numpy as np
-
 from ....errors import BaseMismatch, ChainBroken, EngineQuarantined, EngineRefused, ResultMismatch
 from ....format import delta_file
 from ....format.delta_file import DeltaBytes
@@ -25,7 +23,7 @@ from ....tensors.gpu_handover import on_side_stream, synchronize_streams
 from ....tensors.state import state_digest
 from .direct_tensors import DirectTensors
 from .interfaces import BaseSource, Layout, base_of, some_memory
-from .layout_update import MOST_FILES, PACED_FILES, LayoutUpdate
+from .layout_update import LayoutUpdate
 from .module_rules import Load, ModuleRules, Recompute, Reprocess
 from .ownership import Blocks, Decoders, Owned, find_owned
 from .staging_pace import StagingPace
@@ -112,8 +110,6 @@ class LiveWeights:
         self.table: TensorTable | None = None
         """The tensors of the chain whose layout was learnt."""
         self._names: Sequence[str] = ()
-        self._upto = np.zeros((1, 2), np.int64)
-        """The numbers of elements, and of bytes, of all tensors before each one, and at the end those of all."""
         self._direct_tensors = DirectTensors({})
         self._is_quick = True
         """True if the digest of the direct tensors is computed within each swap."""
@@ -139,8 +135,6 @@ class LiveWeights:
         self.table = self.layout = None
         layout = self._learn_layout(table)
         self.table, self._names = table, list(table)
-        sizes = [(math.prod(spec.shape), _nbytes(spec)) for spec in table.values()]
-        self._upto = np.cumsum([(0, 0), *sizes], axis=0)
         self._direct_tensors = DirectTensors(layout.tensors)
         direct = self._direct_tensors.by_name.values()
         limit = {tensor.device: _QUICK_BYTES.get(tensor.device.type, 0) for tensor in direct}
@@ -284,7 +278,7 @@ class LiveWeights:
             self._direct_tensors,
             threads=self._threads,
             decoders=decoders,
-            together=PACED_FILES if self._pace.waits else MOST_FILES,
+            pace=self._pace.after if self._pace.waits else None,
         )
         difference = Digest()
         self._pace.begin()
@@ -293,21 +287,13 @@ class LiveWeights:
             if decoders is not None and not decoders.includes(decoders.any_of(names)):
                 before, after = delta_file.peek(peek(entry))  # other workers decode it; the digest of the target proves the sum
             else:
-                skipped = update.skipped
                 before, after = update.add(names, read(entry))
-                self._pace.after(self._elements(entry) - (update.skipped - skipped))
+                self._pace.between_files()
             difference += after - before
         update.complete()
         if version.digest + difference != hop.target.digest:
             raise ResultMismatch(f"the files of {hop.target.describe()} do not lead to its digest {hop.target.digest}.")
         return update, difference
-
-    def _elements(self, entry: FileEntry) -> float:
-        """Return the number of elements that a file covers, which may be parts of its tensors."""
-        assert entry.first is not None
-        assert entry.count is not None
-        elements, nbytes = (self._upto[entry.first + entry.count] - self._upto[entry.first]).tolist()
-        return float(entry.raw * elements / max(nbytes, 1))
 
     def swap(self, staged: StagedUpdate, agree: Agree) -> SwapOutcome:
         """Write a staged update, together with all other workers. Raises no exceptions, except interrupts.
