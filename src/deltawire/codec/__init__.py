@@ -111,12 +111,12 @@ def join_pieces(pieces: Sequence[Buffer], threads: int) -> bytes:
 
 def copy_pieces(pieces: Sequence[Buffer], to: NDArray[np.uint8], threads: int) -> None:
     """Copy buffers, one after the other, to memory of their total size."""
-    sources = [np.frombuffer(piece, np.uint8) for piece in pieces]
-    targets = np.split(to, np.cumsum([source.size for source in sources])[:-1])
+    sources: list[Bits] = [np.frombuffer(piece, np.uint8) for piece in pieces]
+    targets: list[Bits] = list(np.split(to, np.cumsum([source.size for source in sources])[:-1]))
     try:
         from .._native import copy
     except ImportError:
         for source, target in zip(sources, targets, strict=True):
-            np.copyto(target, source)
+            np.copyto(in_host_memory(target), in_host_memory(source))
     else:
         copy(sources, targets, threads)

@@ -195,12 +195,14 @@ class GroupedPlan:
 
     def digests_of_rest(self, codec: Codec, threads: int) -> tuple[Digest, Digest]:
         """Return the parts of the digests before and after that do not depend on elements of groups."""
-        removed = [tensor for tensor in self.tensors if tensor.name in self._removed] if self._removed else []
+        if not (self._removed or self.added):
+            tag = self.keys.tag() if self._columns is None else self._columns.layout.tag
+            return tag, tag
+        removed = [tensor for tensor in self.tensors if tensor.name in self._removed]
         before = digest_tensors(removed, threads, codec)
         stays = np.ones(len(self.changed), np.bool_)
         stays[len(self.tensors) :] = False
-        if removed:
-            stays[[number for number, tensor in enumerate(self.tensors) if tensor.name in self._removed]] = False
+        stays[[number for number, tensor in enumerate(self.tensors) if tensor.name in self._removed]] = False
         before += self.keys.tag(stays)
         stays[len(self.tensors) :] = True
         return before, self.keys.tag(stays)

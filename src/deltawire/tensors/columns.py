@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ..codec import memory_of
 from ..codec.bits import Bits, BitsColumn, DeviceBits
 from ..dtypes import PAYLOAD_TYPES, DType, PayloadType, dtype_of_numpy, first_nonfinite, payload_type
-from ..format.digest import TensorKeys
+from ..format.digest import Digest, TensorKeys
 from . import torch_types
 from .bits import State, Tensor, TensorBits, named_bits
 from .names import check_names
@@ -61,6 +61,11 @@ class Layout:
             return TensorKeys.of(zip(self.names, self.dtypes, self.shapes, strict=True))
         whole, some = self._whole
         return TensorKeys(whole.keys.tags[some], whole.keys.seeds[some])
+
+    @cached_property
+    def tag(self) -> Digest:
+        """The contribution of the tensors to digests that does not depend on their elements."""
+        return self.keys.tag()
 
     def part(self, first: int, count: int) -> Layout:
         """Return the layout of `count` tensors from number `first` on."""

@@ -45,13 +45,14 @@ def state_digest(state: State, *, threads: int | None = None) -> Digest:
 def codec_for(tensors: Iterable[TensorBits]) -> Codec:
     """Return the codec that can work on all of these tensors: the GPU codec if one of them is on a GPU, else that of the host."""
     if isinstance(tensors, Columns):
-        tensors = tensors[:1]  # all are on GPUs, or none
-    on_device = next((tensor.source for tensor in tensors if on_gpu(tensor.source)), None)
-    if on_device is None:
+        device = tensors.bits.device
+    else:
+        device = next((tensor.source.device for tensor in tensors if on_gpu(tensor.source)), None)
+    if device is None:
         return default_codec()
     from ..codec.gpu.codec import GpuCodec
 
-    return GpuCodec(on_device.device)
+    return GpuCodec(device)
 
 
 def digest_tensors(tensors: Sequence[TensorBits], threads: int, codec: Codec) -> Digest:

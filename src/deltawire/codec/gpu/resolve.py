@@ -147,9 +147,7 @@ def resolve_table(
 class _Work:
     """The arrays of one call on the device, and its steps in order."""
 
-    def __init__(
-        self, table: KernelTable, payloads: Sequence[tuple[int, int] | None], data: Buffer, gpu: Gpu, pace: Pace | None
-    ) -> None:
+    def __init__(self, table: KernelTable, payloads: Sequence[tuple[int, int] | None], data: Buffer, gpu: Gpu, pace: Pace | None) -> None:
         self.gpu, self.table, self.pace = gpu, table, pace
         self.kernels: KernelSet = gpu.kernels(table.width)
         self.count_shared, self.locate_shared, self.head_size, self.task_size, self.tile_size = self.kernels.constants("resolve_sizes", 5)

@@ -1,4 +1,7 @@
-"""The files of an update that change only direct tensors. A GPU decodes several of them with one call, because each call takes Python long."""
+"""The files of an update that change only direct tensors.
+
+A GPU decodes several of them with one call, because each call takes Python long.
+"""
 
 from __future__ import annotations
 

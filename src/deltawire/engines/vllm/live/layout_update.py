@@ -126,12 +126,11 @@ class LayoutUpdate:
         file = delta_file.parse(delta, names=names)
         if file.structure.added or file.structure.removed:
             raise CorruptDelta("the delta adds or removes tensors, but an update in memory can only change values.")
-        windows = self._windows(names, file) if can_cut(file) else ()
-        if not windows and self._plain.issuperset(names):
+        if self._decoders is None and self._plain.issuperset(names):
             self._add_whole(names, file)
             return file.before, file.after
         with on_side_stream(some_memory(self._layout.tensors)) as wait:
-            if windows:
+            if can_cut(file) and (windows := self._windows(names, file)):
                 self._add_windows(names, file, windows)
             else:
                 self._add_whole(names, file)
@@ -284,8 +283,6 @@ class LayoutUpdate:
     def _windows(self, names: Sequence[str], file: GroupedDelta) -> Sequence[Window]:
         """Return the windows in which a file is decoded. There are none if it is decoded as a whole."""
         tensors, decoders = self._layout.tensors, self._decoders
-        if decoders is None and self._plain.issuperset(names):
-            return ()
         copied = sum(math.prod(tensors[name].spec.shape, start=tensors[name].spec.dtype.itemsize) for name in {*names} - self._plain)
         is_large = copied > 2 * _WINDOW_BYTES
         if not is_large and decoders is None:
@@ -416,7 +413,7 @@ class LayoutUpdate:
         held = len(plan.tensors)
         changed = plan.changed[:held]
         names = _names_of(plan)
-        self.touched.update(names[number] for number in np.flatnonzero(changed).tolist())
+        self.touched.update(map(names.__getitem__, np.flatnonzero(changed).tolist()))
         self.changed += int(changed.sum())
         self.nbytes += int((np.where(plan.writes, changed, 0) * (4 + itemsizes_of(plan.tensors))).sum())
 
