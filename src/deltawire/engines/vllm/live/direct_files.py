@@ -5,7 +5,7 @@ A GPU decodes several of them with one call, because each call takes Python long
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from ....codec.base import Pace, Resolution
 from ....delta.grouped_plan import GroupedPlan, resolve_together
@@ -29,20 +29,15 @@ class DirectFiles:
         All direct tensors.
     patches
         What was decoded goes there.
-    note
-        Called with the plan of each file when it is decoded.
     threads
         Number of threads for decoding on the host.
     pace
         Waits between parts of the work of a GPU. None if nothing waits.
     """
 
-    def __init__(
-        self, tensors: DirectTensors, patches: DirectPatches, note: Callable[[Plan], None], *, threads: int, pace: Pace | None
-    ) -> None:
+    def __init__(self, tensors: DirectTensors, patches: DirectPatches, *, threads: int, pace: Pace | None) -> None:
         self._tensors = tensors
         self._patches = patches
-        self._note = note
         self._threads = threads
         self._pace = pace
         self._waiting: list[GroupedPlan] = []
@@ -50,34 +45,33 @@ class DirectFiles:
         self._alone: Resolution | None = None
         """The changes of files that are decoded one by one."""
 
-    def add(self, plan: Plan) -> None:
-        """Decode a file now, or later together with others."""
+    def add(self, plan: Plan) -> Sequence[Plan]:
+        """Decode a file now, or later together with others. Return the plans that are decoded now."""
         codec = codec_for(plan.tensors)
         plan.writes[:] = True
         if codec.prefers_whole_state and isinstance(plan, GroupedPlan):
             self._waiting.append(plan)
-            if len(self._waiting) == _TOGETHER:
-                self.resolve()
-            return
+            return self.resolve() if len(self._waiting) == _TOGETHER else ()
         if self._alone is None:
             self._alone = codec.deferred_resolution(self._threads)
         with on_side_stream(self._tensors.state) as wait:
             resolve_plan(plan, self._alone, codec, self._threads, None)
             wait()
-        self._note(plan)
+        return (plan,)
 
-    def complete(self) -> None:
-        """Decode what is left."""
-        self.resolve()
+    def complete(self) -> Sequence[Plan]:
+        """Decode what is left. Return the plans that are decoded now."""
+        plans = self.resolve()
         if self._alone is not None:
             self._patches.add(self._alone)
             self._alone = None
+        return plans
 
-    def resolve(self) -> None:
-        """Decode the files that wait with one call of the codec."""
+    def resolve(self) -> Sequence[Plan]:
+        """Decode the files that wait with one call of the codec. Return their plans."""
         plans, self._waiting = self._waiting, []
         if not plans:
-            return
+            return ()
         codec = codec_for(plans[0].tensors)
         resolution = codec.deferred_resolution(self._threads, self._pace)
         with on_side_stream(self._tensors.state) as wait:
@@ -89,6 +83,6 @@ class DirectFiles:
                 raise
             for plan, (before, after) in zip(plans, digests, strict=True):
                 check_digests(plan, before, after)
-                self._note(plan)
             self._patches.add(resolution, plans)
             wait()
+        return plans

@@ -86,7 +86,7 @@ class LayoutUpdate:
         """Digests before and after of what only several workers together can check. The sums over all workers must be zero."""
         self._patches = DirectPatches(direct, threads=self._threads)
         """All changes that are swapped by a codec, also those of direct tensors whose files change other tensors too."""
-        self._direct_files = DirectFiles(direct, self._patches, self._note, threads=self._threads, pace=pace)
+        self._direct_files = DirectFiles(direct, self._patches, threads=self._threads, pace=pace)
         self._scatters: list[Scatter] = []
         self._loads: dict[str, ModuleLoad] = {}
         self._tied_changes: dict[str, list[Changes]] = {}
@@ -142,7 +142,7 @@ class LayoutUpdate:
 
         Raises as `add` does, and `TensorsTied` if names that share memory change in different ways.
         """
-        self._direct_files.complete()
+        self._note(self._direct_files.complete())
         for name, first in self._tied.items():
             one, other = (self._tied_changes.get(each, []) for each in (first, name))
             if not are_same(one, other):
@@ -297,7 +297,7 @@ class LayoutUpdate:
         plan = plan_delta(bases, file)
         cover(self._coverage, plan)
         if self._plain.issuperset(_names_of(plan)):
-            self._direct_files.add(plan)
+            self._note(self._direct_files.add(plan))
             self.direct_change += file.after - file.before
         else:
             self._add_mixed(plan, bases)
@@ -377,7 +377,7 @@ class LayoutUpdate:
         self.direct_change += digests[1] - digests[0] - (after - before)
         if plan.writes.any():
             self._patches.add(resolution, [plan])
-        self._note(plan)
+        self._note([plan])
         if on_device and self._pace is not None:
             self._pace(int(sizes_of(plan.tensors).sum()))
         return digests
@@ -409,13 +409,14 @@ class LayoutUpdate:
             scatters = self._layout.locate(name, indices, values)
         self.add_scatters(scatters)
 
-    def _note(self, plan: Plan) -> None:
-        held = len(plan.tensors)
-        changed = plan.changed[:held]
-        names = _names_of(plan)
-        self.touched.update(map(names.__getitem__, np.flatnonzero(changed).tolist()))
-        self.changed += int(changed.sum())
-        self.nbytes += int((np.where(plan.writes, changed, 0) * (4 + itemsizes_of(plan.tensors))).sum())
+    def _note(self, plans: Sequence[Plan]) -> None:
+        """Note what changes, once the plans are decoded."""
+        for plan in plans:
+            changed = plan.changed[: len(plan.tensors)]
+            names = _names_of(plan)
+            self.touched.update(map(names.__getitem__, np.flatnonzero(changed).tolist()))
+            self.changed += int(changed.sum())
+            self.nbytes += int((np.where(plan.writes, changed, 0) * (4 + itemsizes_of(plan.tensors))).sum())
 
 
 def _is_divided(windows: Sequence[Window], decoders: Decoders) -> bool:
