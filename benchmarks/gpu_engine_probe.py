@@ -19,7 +19,8 @@ _WATCHED = {
     "live.live_weights:LiveWeights": ("learn", "digest", "stage", "swap", "write", "write_back", "check", "check_ready"),
     "live.module_rules:ModuleRules": ("process", "run"),
     "live.live_updates:LiveUpdates": ("learn", "adopt", "status"),
-    "live.layout_update:LayoutUpdate": ("add", "complete", "apply", "revert", "_add_direct", "_add_mixed", "_resolve_waiting"),
+    "live.layout_update:LayoutUpdate": ("add", "complete", "apply", "revert", "_add_mixed"),
+    "live.direct_files:DirectFiles": ("resolve",),
     "backend:DeltaWireBackend": ("swap", "status"),
 }
 _SPANS: list[tuple[str, float, float]] = []

@@ -24,14 +24,16 @@ from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 from fake_layout import FakeHop, FakeLayout, FakeWorker, HalfLayout, KeptState, State, alone  # noqa: E402
 from fake_layout import stepped as changed_by_a_bit  # noqa: E402
 
+from deltawire.codec.gpu import resolve  # noqa: E402
 from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
 from deltawire.delta.grouped_plan import resolve_together  # noqa: E402
 from deltawire.engines.vllm.layout import placements  # noqa: E402
 from deltawire.engines.vllm.layout.types import ModuleRule  # noqa: E402
-from deltawire.engines.vllm.live import layout_update  # noqa: E402
+from deltawire.engines.vllm.live import direct_files, layout_update  # noqa: E402
 from deltawire.engines.vllm.live.layout_update import LayoutUpdate  # noqa: E402
 from deltawire.engines.vllm.live.live_weights import LiveWeights  # noqa: E402
 from deltawire.engines.vllm.live.ownership import replicas_agree  # noqa: E402
+from deltawire.engines.vllm.live.staging_pace import StagingPace  # noqa: E402
 from deltawire.engines.vllm.live.update_types import LiveVersion, SwapOutcome  # noqa: E402
 from deltawire.errors import BaseMismatch, CorruptDelta, EngineQuarantined, EngineRefused, ResultMismatch, TensorsTied  # noqa: E402
 from deltawire.tensors import columns  # noqa: E402
@@ -243,7 +245,7 @@ def test_a_gpu_decodes_files_of_direct_tensors_together(monkeypatch: pytest.Monk
         together.append(len(plans))
         return resolve_together(plans, *arguments)
 
-    monkeypatch.setattr(layout_update, "resolve_together", counted)
+    monkeypatch.setattr(direct_files, "resolve_together", counted)
     with emulated(EmulatedGpu()):
         worker = FakeWorker(mixed=False)
         assert swap(worker, worker.step()).outcome == "made"
@@ -254,6 +256,30 @@ def test_a_gpu_decodes_files_of_direct_tensors_together(monkeypatch: pytest.Monk
         with pytest.raises((CorruptDelta, BaseMismatch, ResultMismatch)):
             worker.weights.stage(hop, lambda entry: flip_last(worker.read(entry)) if entry in damaged else worker.read(entry))
         assert worker.held() == old
+
+
+def test_a_pace_spreads_the_work_of_a_gpu_and_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler() is None:
+        pytest.skip("needs a C++ compiler to emulate a GPU")
+    monkeypatch.setattr(resolve, "_PART", 1 << 14)  # one tile
+    now, slept = [0.0], [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        slept.append(seconds)
+
+    with emulated(EmulatedGpu()):
+        pace = StagingPace(0.5, 28.0, clock=lambda: now[0], sleep=sleep)  # a second for each element
+        worker = FakeWorker(mixed=False, more={"large": (150, 400), "small": (9,)}, pace=pace)
+        elements = sum(worker.state[name].size for name in ("direct", "direct.too", "large", "small"))
+        for _ in range(2):
+            hop, began = worker.step(), now[0]
+            slept.clear()
+            staged = worker.weights.stage(hop, worker.read)
+            assert now[0] - began == pytest.approx(elements, rel=0.01)
+            assert len([seconds for seconds in slept if seconds > 1]) >= 6  # at least four tiles, and the chunks of two types
+            assert worker.weights.swap(staged, alone).outcome == "made"
+            assert worker.held() == worker.expected()
 
 
 def flip_last(data: bytes) -> bytes:

@@ -107,3 +107,16 @@ def join_pieces(pieces: Sequence[Buffer], threads: int) -> bytes:
 
             return join([np.frombuffer(piece, np.uint8) for piece in pieces], threads)
     return b"".join(pieces)
+
+
+def copy_pieces(pieces: Sequence[Buffer], to: NDArray[np.uint8], threads: int) -> None:
+    """Copy buffers, one after the other, to memory of their total size."""
+    sources: list[Bits] = [np.frombuffer(piece, np.uint8) for piece in pieces]
+    targets: list[Bits] = list(np.split(to, np.cumsum([source.size for source in sources])[:-1]))
+    try:
+        from .._native import copy
+    except ImportError:
+        for source, target in zip(sources, targets, strict=True):
+            np.copyto(in_host_memory(target), in_host_memory(source))
+    else:
+        copy(sources, targets, threads)

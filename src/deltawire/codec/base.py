@@ -20,6 +20,9 @@ Lanes: TypeAlias = tuple[int, int, int, int]
 """The four 32-bit lanes of a digest."""
 
 
+Pace: TypeAlias = Callable[[float], None]
+"""Called by a GPU codec after each part of its work, with the number of elements that the part amounts to. It may wait."""
+
 Sums: TypeAlias = NDArray[np.uint32]
 """Word sums of tensors (their digests without the tags): one row of four lanes for each tensor."""
 
@@ -212,8 +215,15 @@ class Codec(Protocol):
         """Return an empty resolution that keeps at most `budget` bytes of decoded changes. It may decode the others a second time."""
         ...
 
-    def deferred_resolution(self, threads: int) -> Resolution:
-        """Return an empty resolution that keeps all changes and writes nothing before `exchange`. It uses neither `settle` nor `revert`."""
+    def deferred_resolution(self, threads: int, pace: Pace | None = None) -> Resolution:
+        """Return an empty resolution that keeps all changes and writes nothing before `exchange`. It uses neither `settle` nor `revert`.
+
+        Only a GPU follows the `pace`.
+        """
+        ...
+
+    def join(self, pieces: Sequence[Buffer], threads: int) -> Buffer:
+        """Return buffers one after the other, in memory from which the codec reads payloads fast."""
         ...
 
     def digest(self, tensors: Sequence[Bits], seeds: NDArray[np.uint64], threads: int) -> Sums:

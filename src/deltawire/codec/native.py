@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from .. import _native
 from ..dtypes import DTYPES, PAYLOAD_TYPES, DType, PayloadType
 from ..errors import CodecUnavailable, CorruptDelta, DtypeMismatch, ShapeMismatch
+from . import join_pieces
 from .base import (
     Buffer,
     EncodedGroup,
@@ -18,6 +19,7 @@ from .base import (
     GroupOutcome,
     GroupSink,
     Outcomes,
+    Pace,
     ResolveGroup,
     ResolveJob,
     Sums,
@@ -65,8 +67,11 @@ class NativeCodec:
     def resolution(self, threads: int, budget: int) -> NativeResolution:
         return NativeResolution(self.name, threads, budget, False)
 
-    def deferred_resolution(self, threads: int) -> NativeResolution:
+    def deferred_resolution(self, threads: int, pace: Pace | None = None) -> NativeResolution:
         return NativeResolution(self.name, threads, 0, True)
+
+    def join(self, pieces: Sequence[Buffer], threads: int) -> Buffer:
+        return join_pieces(pieces, threads)
 
     def digest(self, tensors: Sequence[Bits], seeds: NDArray[np.uint64], threads: int) -> Sums:
         return _native.digest(native_tensors(tensors), seeds, threads, self.name).reshape(-1, 4)

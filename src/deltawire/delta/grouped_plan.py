@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..codec import join_pieces
 from ..codec.base import Buffer, Codec, Resolution, ResolveGroup
 from ..codec.bits import Bits, DeviceBits, Indices, on_gpu
 from ..dtypes import PAYLOAD_TYPES, PayloadType, payload_type
@@ -196,12 +195,14 @@ class GroupedPlan:
 
     def digests_of_rest(self, codec: Codec, threads: int) -> tuple[Digest, Digest]:
         """Return the parts of the digests before and after that do not depend on elements of groups."""
-        removed = [tensor for tensor in self.tensors if tensor.name in self._removed] if self._removed else []
+        if not (self._removed or self.added):
+            tag = self.keys.tag() if self._columns is None else self._columns.layout.tag
+            return tag, tag
+        removed = [tensor for tensor in self.tensors if tensor.name in self._removed]
         before = digest_tensors(removed, threads, codec)
         stays = np.ones(len(self.changed), np.bool_)
         stays[len(self.tensors) :] = False
-        if removed:
-            stays[[number for number, tensor in enumerate(self.tensors) if tensor.name in self._removed]] = False
+        stays[[number for number, tensor in enumerate(self.tensors) if tensor.name in self._removed]] = False
         before += self.keys.tag(stays)
         stays[len(self.tensors) :] = True
         return before, self.keys.tag(stays)
@@ -246,7 +247,7 @@ def resolve_together(plans: Sequence[GroupedPlan], resolution: Resolution, codec
 
     The plans must not share memory that is written, and the resolution must be empty. Raises as `Plan.resolve` does.
     """
-    data: Buffer = plans[0].file.data if len(plans) == 1 else join_pieces([plan.file.data for plan in plans], threads)
+    data: Buffer = plans[0].file.data if len(plans) == 1 else codec.join([plan.file.data for plan in plans], threads)
     starts = itertools.accumulate((len(plan.file.data) for plan in plans[:-1]), initial=0)
     placed = list(zip(plans, starts, strict=True))
     digests = [plan.digests_of_rest(codec, threads) for plan in plans]

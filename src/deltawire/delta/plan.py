@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -121,8 +121,17 @@ def itemsizes_of(tensors: Sequence[TensorBits]) -> NDArray[np.int64]:
     return np.array([tensor.dtype.itemsize for tensor in tensors], np.int64)
 
 
-def check_structure(state: State, structure: Structure, names: Iterable[str]) -> None:
+def sizes_of(tensors: Sequence[TensorBits]) -> NDArray[np.int64]:
+    """Return the number of elements of each tensor."""
+    if isinstance(tensors, Columns):
+        return tensors.layout.sizes
+    return np.array([tensor.size for tensor in tensors], np.int64)
+
+
+def check_structure(state: State, structure: Structure, names: Collection[str]) -> None:
     """Raise unless the state has the tensors that a delta removes, ties or otherwise names, and none that it adds."""
+    if not (structure.removed or structure.aliases or structure.added or names):
+        return
     for name in sorted({*structure.removed, *structure.aliases, *names} - structure.added.keys()):
         if name not in state:
             raise TensorMissing(f"the state has no tensor {name!r}.")

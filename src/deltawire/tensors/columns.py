@@ -62,6 +62,11 @@ class Layout:
         whole, some = self._whole
         return TensorKeys(whole.keys.tags[some], whole.keys.seeds[some])
 
+    @cached_property
+    def tag(self) -> Digest:
+        """The contribution of the tensors to digests that does not depend on their elements."""
+        return self.keys.tag()
+
     def part(self, first: int, count: int) -> Layout:
         """Return the layout of `count` tensors from number `first` on."""
         if (first, count) == (0, len(self.names)):
@@ -90,11 +95,6 @@ class Layout:
     def nbytes(self) -> NDArray[np.int64]:
         """The bytes of each tensor."""
         return self.sizes * self.itemsizes
-
-    @cached_property
-    def tag(self) -> Digest:
-        """The sum of what names, types and shapes contribute to the digest."""
-        return self.keys.tag()
 
     @cached_property
     def weight_bytes(self) -> int:

@@ -64,6 +64,7 @@ class EmulatedGpu:
         self._seed = seed
         self._noise = torch.Generator().manual_seed(seed)
         self._stream = Stream()
+        self._pinned: list[tuple[int, int]] = []
 
     def kernels(self, width: int) -> Kernels:
         return Kernels(library(width), self._seed)
@@ -79,11 +80,16 @@ class EmulatedGpu:
         return torch.zeros(size, dtype=dtype)
 
     def pinned(self, size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return self.empty(size, dtype)
+        found = self.empty(size, dtype)
+        self._pinned.append((found.data_ptr(), found.data_ptr() + found.nbytes))
+        return found
 
     def upload(self, array: Any) -> torch.Tensor:
         raw = torch.frombuffer(bytearray(array.tobytes() or b"\0"), dtype=torch.uint8)
         return raw.clone()
+
+    def download(self, *tensors: torch.Tensor) -> list[Any]:
+        return [tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy() for tensor in tensors]
 
     def stream(self, purpose: str) -> Stream:
         return Stream()
@@ -105,7 +111,7 @@ class EmulatedGpu:
     def keep(self, tensor: torch.Tensor, stream: Stream) -> None: ...
 
     def is_pinned(self, address: int) -> bool:
-        return False
+        return any(begin <= address < end for begin, end in self._pinned[-64:])
 
     def copy_in(self, to: int, pinned: int, size: int, stream: Stream) -> None:
         ctypes.memmove(to, pinned, size)

@@ -108,7 +108,7 @@ def sidecar(
             min=0.001,
             max=1,
             metavar="X",
-            help="Let decoding take this share of the GPU's time: 0.03 by default, 1 as fast as possible.",
+            help="Let decoding take this share of the GPU's time: 0.025 by default, 1 as fast as possible.",
             show_default=False,
         ),
     ] = None,

@@ -34,36 +34,36 @@ def walk_groups(
     The number i of `groups` is the group that payload i belongs to. Every tile of these groups is in a chunk: after the last one of a
     payload nothing changes. `look` is called now and then.
     """
-    found = [
-        _walk_group(table, tensors, int(block_starts[group]), group, payload, payloads, look)
-        for payload, group in enumerate(groups.tolist())
-    ]
-    return np.concatenate([np.zeros(0, RUN), *found])
-
-
-def _walk_group(
-    table: KernelTable, tensors: TensorRows, first_block: int, group: int, payload: int, payloads: Payloads, look: Callable[[], None]
-) -> NDArray[np.void]:
-    first_tile, end_tile = (int(tensors.tiles[number]) for number in (table.group_starts[group], table.group_ends[group]))
-    at, end = int(payloads.begins[payload]), int(payloads.ends[payload])
-    to_image = int(payloads.offsets[payload]) - at
-    body, word, length = _headers(payloads.data, at, end, look)
+    headers = [_headers(payloads.data, at, end, look) for at, end in zip(payloads.begins.tolist(), payloads.ends.tolist(), strict=True)]
+    if not headers:
+        return np.zeros(0, RUN)
+    counts = np.array([found.shape[1] for found in headers], np.int64)
+    (body, word, length), payload = np.concatenate(headers, axis=1), np.repeat(np.arange(counts.size), counts)
     tiles, mode = word >> 2, word & 3
     _check_modes(mode, length)
-    ends = first_tile + np.cumsum(tiles)
+    first_tile, end_tile = tensors.tiles[table.group_starts[groups]], tensors.tiles[table.group_ends[groups]]
+    upto = np.append(0, np.cumsum(tiles))
+    chunk_ends = np.cumsum(counts)
+    before = upto[chunk_ends - counts]
+    ends = upto[1:] + (first_tile - before)[payload]
     starts = ends - tiles
-    if (tiles == 0).any() or (ends > end_tile).any():
+    if (tiles == 0).any() or (ends > end_tile[payload]).any():
         raise CorruptDelta("a chunk has no tiles, or more than its group has left.")
-    block = (starts - first_tile) // table.group_tiles
-    if (block != (ends - 1 - first_tile) // table.group_tiles).any():
+    block = (starts - first_tile[payload]) // table.group_tiles
+    if (block != (ends - 1 - first_tile[payload]) // table.group_tiles).any():
         raise CorruptDelta("a chunk has more tiles than its block has left.")
-    covered = int(ends[-1]) if ends.size else first_tile
-    runs = np.zeros(tiles.size + (covered < end_tile), RUN)
-    runs[-1:]["body"], runs[-1:]["tile0"], runs[-1:]["tiles"] = end + to_image, covered, end_tile - covered
-    chunks = runs[: tiles.size]
-    chunks["body"], chunks["tile0"], chunks["tiles"], chunks["mode"] = body + to_image, starts, tiles, mode
-    chunks["bytes"], chunks["block"] = length, first_block + block
-    return _finished(table, tensors, runs, np.full(runs.size, group))
+    covered = first_tile + upto[chunk_ends] - before
+    has_rest = covered < end_tile  # after the last chunk of a payload nothing changes
+    rests = np.cumsum(has_rest)
+    runs, owner = np.zeros(payload.size + int(rests[-1]), RUN), np.zeros(payload.size + int(rests[-1]), np.int64)
+    chunk, rest = np.arange(payload.size) + (rests - has_rest)[payload], (chunk_ends + rests - 1)[has_rest]
+    to_image = payloads.offsets - payloads.begins
+    runs["body"][chunk], runs["body"][rest] = body + to_image[payload], (payloads.ends + to_image)[has_rest]
+    runs["tile0"][chunk], runs["tile0"][rest] = starts, covered[has_rest]
+    runs["tiles"][chunk], runs["tiles"][rest] = tiles, (end_tile - covered)[has_rest]
+    runs["mode"][chunk], runs["bytes"][chunk], runs["block"][chunk] = mode, length, block_starts[groups][payload] + block
+    owner[chunk], owner[rest] = groups[payload], groups[has_rest]
+    return _finished(table, tensors, runs, owner)
 
 
 def _headers(data: NDArray[np.uint8], at: int, end: int, look: Callable[[], None]) -> NDArray[np.int64]:

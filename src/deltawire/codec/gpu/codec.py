@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from ...dtypes import DTYPES
-from .. import default_codec
-from ..base import EncodedGroup, EncodeGroup, GroupSink, Lanes, Sums
+from .. import copy_pieces, default_codec
+from ..base import Buffer, EncodedGroup, EncodeGroup, GroupSink, Lanes, Pace, Sums
 from ..bits import Bits, BitsColumn, DeviceBits, Indices, MasterWeightBits, QuantisedBits, ScalesOnDevice, on_gpu
 from . import device as devices
 from .codec_stream import codec_stream, host_codec_works
@@ -65,8 +65,14 @@ class GpuCodec:
     def resolution(self, threads: int, budget: int) -> GpuResolution:
         return GpuResolution(self.device, default_codec().resolution(threads, budget) if host_codec_works() else None)
 
-    def deferred_resolution(self, threads: int) -> GpuResolution:
-        return GpuResolution(self.device, default_codec().deferred_resolution(threads) if host_codec_works() else None)
+    def deferred_resolution(self, threads: int, pace: Pace | None = None) -> GpuResolution:
+        return GpuResolution(self.device, default_codec().deferred_resolution(threads) if host_codec_works() else None, pace=pace)
+
+    def join(self, pieces: Sequence[Buffer], threads: int) -> Buffer:
+        """See `codec.base.Codec`. The result is in pinned memory, from which the device copies it by itself."""
+        joined = devices.gpu_at(self.device).pinned(sum(map(len, pieces))).numpy()
+        copy_pieces(pieces, joined, threads)
+        return memoryview(joined)
 
     def digest(self, tensors: Sequence[Bits], seeds: NDArray[np.uint64], threads: int) -> Sums:
         found = np.zeros((len(tensors), 4), np.uint32)

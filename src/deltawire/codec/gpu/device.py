@@ -64,6 +64,20 @@ class Gpu:
         pinned.numpy()[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return pinned.to(self.device, non_blocking=True)
 
+    def download(self, *tensors: torch.Tensor) -> list[NDArray[np.uint8]]:
+        """Return the bytes of tensors, once the current stream has computed them.
+
+        Meanwhile other threads can use the device: a copy to memory that is not pinned would keep them waiting.
+        """
+        flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        copies = [self.pinned(bytes_.numel()) for bytes_ in flat]
+        for copy, bytes_ in zip(copies, flat, strict=True):
+            copy.copy_(bytes_, non_blocking=True)
+        done = torch.cuda.Event(blocking=True)  # the thread sleeps until it is set
+        done.record(self.current())
+        done.synchronize()
+        return [copy.numpy() for copy in copies]
+
     def stream(self, purpose: Purpose) -> torch.cuda.Stream:
         """Return the stream for a purpose. It is always the same: memory of one stream is not reused by another."""
         found = self._streams.get(purpose)

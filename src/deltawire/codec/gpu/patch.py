@@ -91,9 +91,12 @@ class DevicePatch:
 
     def bounds(self, starts: torch.Tensor) -> list[int]:
         """Return where the changes of each tensor start, and at the end the number of all changes, given where those of each tile start."""
-        chosen = self.gpu.upload(self.tile_starts).view(torch.int64)
-        found: list[int] = starts[chosen].cpu().numpy().view(np.uint32).tolist()
+        found: list[int] = self.starts(starts).cpu().numpy().view(np.uint32).tolist()
         return found
+
+    def starts(self, starts: torch.Tensor) -> torch.Tensor:
+        """Return the same on the device, as 32-bit numbers."""
+        return starts[self.gpu.upload(self.tile_starts).view(torch.int64)]
 
     def _used_here(self) -> None:
         """Keep the arrays for the current stream: they were allocated for the codec's streams, which could reuse them too early."""

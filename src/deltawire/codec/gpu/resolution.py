@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from .. import default_codec
-from ..base import Buffer, GroupOutcome, Lanes, Outcomes, Resolution, ResolveGroup, ResolveJob, Sums
+from ..base import Buffer, GroupOutcome, Lanes, Outcomes, Pace, Resolution, ResolveGroup, ResolveJob, Sums
 from ..bits import Bits, BitsColumn, DeviceBits, Indices, on_gpu
 from . import device as devices
 from .codec_stream import codec_stream
@@ -118,6 +118,8 @@ class GpuResolution:
     """See `codec.base.DigestingExchange`. It is known once nothing more will be added."""
     sums: list[_GroupSums] = field(default_factory=list)
     """The word sums of each group, once nothing more will be added."""
+    pace: Pace | None = None
+    """Waits between parts of the work. None if nothing waits."""
 
     def add(self, jobs: Sequence[ResolveJob], data: Buffer) -> Outcomes:
         found = Outcomes(np.zeros(len(jobs), np.int64), np.zeros((len(jobs), 4), np.uint32), np.zeros((len(jobs), 4), np.uint32))
@@ -178,7 +180,8 @@ class GpuResolution:
             bases = [job.base for job in jobs]
             addresses, copies = _elements(bases, counts, np.full(counts.size, width), device)
             table = KernelTable.of_tensors(width, codes, addresses, counts, seeds)
-            patch, resolved = resolve_table(table, [job.payload for job in jobs], data, devices.gpu_at(device), groups=False)
+            payloads = [job.payload for job in jobs]
+            patch, resolved = resolve_table(table, payloads, data, devices.gpu_at(device), groups=False, pace=self.pace)
         self.groups.append(_Group(patch, bases, writes, addresses, copies))
         return resolved
 
@@ -193,7 +196,8 @@ class GpuResolution:
             bases = joined([group.bases for group in groups])
             addresses, copies = _elements(bases, counts, widths, device)
             table = KernelTable.of_groups(groups[0].type.width, kinds, addresses, counts * factors, seeds)
-            patch, resolved = resolve_table(table, [group.payload for group in groups], data, devices.gpu_at(device), groups=True)
+            payloads = [group.payload for group in groups]
+            patch, resolved = resolve_table(table, payloads, data, devices.gpu_at(device), groups=True, pace=self.pace)
         self.groups.append(_Group(patch, bases, writes, addresses, copies))
         found = []
         for first, end in zip(table.group_starts.tolist(), table.group_ends.tolist(), strict=True):

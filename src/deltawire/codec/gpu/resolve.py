@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import CorruptDelta, ShapeMismatch
-from ..base import Buffer, Sums
+from ..base import Buffer, Pace, Sums
 from .chunk_walk import RAW, walk_groups, walk_tensors
 from .device import Gpu, KernelSet, Purpose
 from .digest import digest_rows
-from .kernel_table import CONTEXTS, RUN, SUMS, KernelTable, Numbers, Tiles, storage_type
+from .kernel_table import CONTEXTS, RUN, SUMS, TILE, KernelTable, Numbers, Tiles, storage_type
 from .patch import DevicePatch, Patch
 from .payloads import Payloads
 from .slabs import Chunks, Slab
@@ -31,6 +31,12 @@ _SHARE = 0.0198
 _LONG_SLABS, _MOST_SLABS, _LEAST_SLAB = 12, 80, 1 << 18
 """How many changes are located at a time: a twelfth of the remaining ones, while there is room in the patch for their lists. After that, as
 many as fit into the share, but at least an 80th of all, and at least the third number."""
+
+_PART = 1 << 29
+"""The most elements that the device works on between two calls of a pace, unless a chunk has more. An H200 takes about a millisecond."""
+
+_COUNT_COST, _LOCATE_COST = 0.25, 0.75
+"""The parts of the whole time that counting and locating take."""
 
 _KEPT_SHARE, _KEPT = 0.001, 1 << 20
 """Payloads of at most this share of the weights' bytes, or of this many bytes, stay on the device. Larger ones are copied by slab."""
@@ -92,7 +98,13 @@ class Resolved:
 
 
 def resolve_table(
-    table: KernelTable, payloads: Sequence[tuple[int, int] | None], data: Buffer, gpu: Gpu, *, groups: bool
+    table: KernelTable,
+    payloads: Sequence[tuple[int, int] | None],
+    data: Buffer,
+    gpu: Gpu,
+    *,
+    groups: bool,
+    pace: Pace | None = None,
 ) -> tuple[DevicePatch, Resolved]:
     """Decode and digest tensors of one width, on the current stream. Nothing is written to them.
 
@@ -108,13 +120,15 @@ def resolve_table(
         Where the tensors are.
     groups
         Whether payloads are those of groups. Otherwise each group is a tensor with a payload of versions 1 or 2 of the format.
+    pace
+        Waits between parts of the work. None means that nothing waits.
 
     Raises
     ------
     CorruptDelta, DtypeMismatch, ShapeMismatch
         The payloads break a rule, or belong to other tensors.
     """
-    work = _Work(table, payloads, data, gpu)
+    work = _Work(table, payloads, data, gpu, pace)
     main, side = gpu.current(), gpu.stream("decode")
     side.wait_stream(main)
     try:
@@ -133,8 +147,8 @@ def resolve_table(
 class _Work:
     """The arrays of one call on the device, and its steps in order."""
 
-    def __init__(self, table: KernelTable, payloads: Sequence[tuple[int, int] | None], data: Buffer, gpu: Gpu) -> None:
-        self.gpu, self.table = gpu, table
+    def __init__(self, table: KernelTable, payloads: Sequence[tuple[int, int] | None], data: Buffer, gpu: Gpu, pace: Pace | None) -> None:
+        self.gpu, self.table, self.pace = gpu, table, pace
         self.kernels: KernelSet = gpu.kernels(table.width)
         self.count_shared, self.locate_shared, self.head_size, self.task_size, self.tile_size = self.kernels.constants("resolve_sizes", 5)
         self.itemsize = storage_type(table.width).itemsize
@@ -145,6 +159,8 @@ class _Work:
         self.sums = gpu.zeros(len(table) * SUMS.itemsize, torch.uint8)
         self.tensors = table.rows(changing)
         self.ntiles = self.tensors.ntiles
+        self.part = max(self.ntiles, 1) if pace is None else _PART // TILE
+        """The most tiles that the device works on at a time."""
         self.blocks, self.block_starts = table.blocks(self.tensors)
         self.device_tensors, self.device_blocks = gpu.upload(self.tensors.rows), gpu.upload(self.blocks)
         self.tiles = gpu.empty(self.ntiles * self.tile_size, torch.uint8)
@@ -159,7 +175,15 @@ class _Work:
         numbers = [self.device_tensors, ctypes.c_uint32(len(self.table)), self.device_blocks]
         self.kernels.launch("choose_tops", len(self.blocks), 256, numbers)
         self.tops_chosen = self.gpu.mark()
-        self._count(self._tiles(self.device_blocks, len(self.blocks), 0, self.ntiles), self.sums)
+        for first in range(0, self.ntiles, self.part):
+            end = min(first + self.part, self.ntiles)
+            self._count(self._tiles(self.device_blocks, len(self.blocks), first, end), self.sums)
+            self._rest(_COUNT_COST, end - first)
+
+    def _rest(self, cost: float, tiles: int) -> None:
+        """Wait after a part of the work, if there is a pace."""
+        if self.pace is not None:
+            self.pace(cost * int(self.tensors.elements[-1]) * tiles / self.ntiles)
 
     def _count(self, tiles: Tiles, sums: torch.Tensor | ctypes.c_void_p) -> None:
         blocks = min(-(-(tiles.end - tiles.first) // 4), _COUNT_BLOCKS * self.gpu.processors)
@@ -193,7 +217,8 @@ class _Work:
             tiles = self._tiles(self.device_runs, count, 0, self.ntiles)
             self.kernels.launch("count_raw", -(-self.ntiles // 4), 128, [tiles, self.room, self.heads, self.raw_changes])
         self.columns = self.heads.view(torch.int32).view(count, self.head_size // 4)
-        words = self.columns[:, : _OTHER_TOP + 1].cpu().numpy().astype(np.int64)
+        (found,) = gpu.download(self.columns[:, : _OTHER_TOP + 1])
+        words = found.view(np.int32).reshape(count, _OTHER_TOP + 1).astype(np.int64)
         _check(words[:, _ERROR])
         self.ends, self.task_ends = np.cumsum(words[:, _TOTAL]), np.cumsum(words[:, _TASKS])
         self.total = int(self.ends[-1]) if count else 0
@@ -228,19 +253,20 @@ class _Work:
         self.firsts[self.ntiles :].fill_(self.total - (1 << 32) if self.total >= 1 << 31 else self.total)
         self.positions, self.values = gpu.empty(self.total, torch.uint8), gpu.empty(self.total, storage_type(self.table.width))
         most = max(self._affordable_changes(), self.total // _MOST_SLABS, _LEAST_SLAB)
+        part = self.total * self.part // max(self.ntiles, 1)
         chunks = Chunks(self.runs, self.ends, self.ntiles)
         wave, windows = _LOCATE_WARPS * _LOCATE_BLOCKS * gpu.processors, self.room is None
         first = done = 0
         while self.total - done > _LONG_SLABS * most:
             share = (self.total - done) // _LONG_SLABS
-            early = chunks.slabs(first, changes=share, window=2 * self.data.size * share // self.total, wave=wave)
+            early = chunks.slabs(first, changes=min(share, part), window=2 * self.data.size * share // self.total, wave=wave)
             free = self.total - -(-chunks.lists(early, itemsize, windows=windows).size // itemsize)  # below 0 if there is no room for them
             early = [slab for slab in early if chunks.changes(slab)[1] <= free]
             if not early:
                 break
             self._locate_slabs(chunks, early, self.values.view(torch.uint8)[free * itemsize :])
             first, done = early[-1][1], chunks.changes(early[-1])[1]
-        late = chunks.slabs(first, changes=most, window=self.data.size, wave=wave)
+        late = chunks.slabs(first, changes=min(most, part), window=self.data.size, wave=wave)
         if late:
             memory = gpu.empty(chunks.lists(late, itemsize, windows=windows).size, torch.uint8)
             self._locate_slabs(chunks, late, memory)
@@ -263,7 +289,9 @@ class _Work:
             images = iter([self.room.data_ptr()] * len(slabs))
         for slab, image in zip(slabs, images, strict=True):
             targets = _Targets(ranks, operands, chunks.changes(slab)[0])
-            self._locate_slab(slab, chunks.tiles(slab), image, starts, targets)
+            first, end = chunks.tiles(slab)
+            self._locate_slab(slab, (first, end), image, starts, targets)
+            self._rest(_LOCATE_COST, end - first)
 
     def _locate_slab(self, slab: Slab, tiles: tuple[int, int], image: int, starts: int, targets: _Targets) -> None:
         launch, number = self.kernels.launch, ctypes.c_uint32
@@ -289,11 +317,10 @@ class _Work:
         """Wait for all work, and return the patch and what was found."""
         arrays = (self.device_tensors, self.tensors.tiles, self.firsts, self.tiles, self.positions, self.values)
         patch = DevicePatch(self.gpu, self.kernels, self.table.width, *arrays)
-        errors = self.columns[:, _ERROR].cpu().numpy()
-        bounds = patch.bounds(self.firsts)
-        found = self.sums.cpu().numpy().view(SUMS).reshape(-1)
-        _check(errors)
-        return patch, Resolved(np.diff(bounds), found["before"], found["before"] + found["change"])
+        errors, starts, sums = self.gpu.download(self.columns[:, _ERROR], patch.starts(self.firsts), self.sums)
+        _check(errors.view(np.int32))
+        found = sums.view(SUMS)
+        return patch, Resolved(np.diff(starts.view(np.uint32).astype(np.int64)), found["before"], found["before"] + found["change"])
 
 
 def _check(errors: NDArray[np.int64]) -> None:

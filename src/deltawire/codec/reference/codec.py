@@ -16,6 +16,7 @@ from ..base import (
     GroupSink,
     Lanes,
     Outcomes,
+    Pace,
     ResolveGroup,
     ResolveJob,
     Sums,
@@ -45,8 +46,11 @@ class ReferenceCodec:
     def resolution(self, threads: int, budget: int) -> ReferenceResolution:
         return ReferenceResolution()
 
-    def deferred_resolution(self, threads: int) -> ReferenceResolution:
+    def deferred_resolution(self, threads: int, pace: Pace | None = None) -> ReferenceResolution:
         return ReferenceResolution()
+
+    def join(self, pieces: Sequence[Buffer], threads: int) -> Buffer:
+        return b"".join(pieces)
 
     def digest(self, tensors: Sequence[Bits], seeds: NDArray[np.uint64], threads: int) -> Sums:
         return sums([word_sums(in_host_memory(bits), seed) for bits, seed in zip(tensors, seeds.tolist(), strict=True)])

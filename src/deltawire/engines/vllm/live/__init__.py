@@ -6,6 +6,9 @@ live_weights.py      a worker's weights at a version; decodes updates against th
 module_rules.py      modules that are computed from changed weights, and are brought up to date by themselves
 swap_transaction.py  all workers write and confirm an update, or all write the old values back
 layout_update.py     one such update: decoded, written, undone
+direct_files.py      decodes the files that change only direct tensors
+direct_patches.py    what was decoded from them, written and digested in one pass
+staging_pace.py      spreads the decoding over time
 scatter_lists.py     lists of elements to write
 interfaces.py        what an update needs from others: layouts, tensors that are not in memory
 update_types.py      types that these modules share

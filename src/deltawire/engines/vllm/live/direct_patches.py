@@ -7,7 +7,6 @@ the next update that changes the tensor fails while it is staged, because it is 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,7 +16,7 @@ from ....codec.base import DigestingExchange, Resolution, Sums
 from ....delta.plan import Plan
 from ....format.digest import Digest
 from ....tensors.bits import State
-from ....tensors.columns import Columns, in_columns
+from ....tensors.columns import Columns
 from ....tensors.state import state_digest
 from .direct_tensors import DirectTensors
 
@@ -39,9 +38,9 @@ class DirectPatches:
         self._patches: list[tuple[Resolution, DigestingExchange | None]] = []
         self._swapped = 0
         """The number of patches that hold old values."""
-        self._parts: list[tuple[int, Sequence[str], NDArray[np.int64]]] = []
-        """The tensors, or parts of tensors, that patches digest: the number of the patch, and their names and numbers in it."""
-        self._covered: Counter[str] = Counter()
+        self._parts: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []
+        """The tensors, or parts of tensors, that patches digest: the number of the patch, their numbers, and their numbers in the patch."""
+        self._covered = np.zeros_like(tensors.sizes)
         """The number of elements of each tensor that patches digest."""
         self._rows: list[tuple[int, NDArray[np.int64]]] = []
         """The parts whose word sums count: those of tensors that patches digest as a whole."""
@@ -64,28 +63,21 @@ class DirectPatches:
         exchange = resolution.compact()
         for plan in plans if exchange is not None else ():
             assert exchange is not None
-            held = len(plan.tensors)
-            which = np.flatnonzero(exchange.digested[plan.numbers[:held]])
-            if isinstance(plan.tensors, Columns):
-                names, sizes = plan.tensors.layout.names, plan.tensors.layout.sizes[which].tolist()
-            else:
-                names, sizes = [tensor.name for tensor in plan.tensors], [plan.tensors[number].size for number in which.tolist()]
-            digested = [names[number] for number in which.tolist()]
-            self._parts.append((len(self._patches), digested, plan.numbers[which]))
-            for name, size in zip(digested, sizes, strict=True):
-                self._covered[name] += size
+            which = np.flatnonzero(exchange.digested[plan.numbers[: len(plan.tensors)]])
+            names, sizes = _names_and_sizes(plan, which)
+            numbers = self._tensors.numbers(names)
+            np.add.at(self._covered, numbers, sizes)  # a plan may have several parts of a tensor
+            self._parts.append((len(self._patches), numbers, plan.numbers[which]))
         self._patches.append((resolution, exchange))
 
     def complete(self) -> None:
         """Find out which tensors must be read for their digest after an exchange."""
-        by_name = self._tensors.by_name
-        whole = {name for name, size in self._covered.items() if size == by_name[name].numel()}
-        for patch, names, numbers in self._parts:
-            self._rows.append((patch, numbers[[name in whole for name in names]]))
-        self._rest = in_columns({name: tensor for name, tensor in by_name.items() if name not in whole})
+        whole = self._covered == self._tensors.sizes
+        for patch, numbers, rows in self._parts:
+            self._rows.append((patch, rows[whole[numbers]]))
+        self._rest = self._tensors.chosen(~whole)
         self._tag = self._tensors.tag(whole)
         self._parts.clear()
-        self._covered.clear()
 
     def apply(self, *, digest: bool) -> None:
         """Write the new values. A GPU may still be at work when this returns.
@@ -125,3 +117,13 @@ class DirectPatches:
             if rows.size:
                 total += Digest.sum(sums[number][rows])
         return total
+
+
+def _names_and_sizes(plan: Plan, which: NDArray[np.int64]) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the names, and the numbers of elements, of some tensors of a plan."""
+    numbers = which.tolist()
+    if isinstance(plan.tensors, Columns):
+        names = plan.tensors.layout.names
+        return [names[number] for number in numbers], plan.tensors.layout.sizes[which]
+    some = [plan.tensors[number] for number in numbers]
+    return [tensor.name for tensor in some], np.array([tensor.size for tensor in some], np.int64)

@@ -6,10 +6,11 @@ when the layout has been learnt.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ....format.digest import Digest, TensorKeys
 from ....tensors.bits import State
@@ -35,21 +36,45 @@ class DirectTensors:
         places = {name: set(_memory_of(tensors[name])) for pair in self.tied.items() for name in pair}
         self.repeated = frozenset(name for name, first in self.tied.items() if places[name] <= places[first])
         """Tied tensors that have no other memory than the earlier one. What is written for that one is enough."""
-        held = self.state.columns.layout.names if isinstance(self.state, ColumnState) else []
-        self._numbers = {name: number for number, name in enumerate(held)}
-        self._names = held
+        self.sizes = np.array([tensor.numel() for tensor in self.by_name.values()], np.int64)
+        """The number of elements of each tensor."""
+        self.in_one_place = frozenset(name for name in self.by_name if len(tensors[name].placements) <= 1)
+        """The tensors that the model holds only once."""
+        self._names = list(self.by_name)
+        self._numbers = {name: number for number, name in enumerate(self.by_name)}
         keys = ((name, tensors[name].spec.dtype, tensors[name].spec.shape) for name in self.by_name)
-        self._tags = dict(zip(self.by_name, TensorKeys.of(keys).tags, strict=True))
+        self._tags = TensorKeys.of(keys).tags
 
-    def tag(self, names: Collection[str]) -> Digest:
-        """Return the contribution of some of the tensors to a digest that does not depend on their elements.
+    def numbers(self, names: Sequence[str]) -> NDArray[np.int64]:
+        """Return the numbers of tensors in `by_name`.
 
         Parameters
         ----------
         names
             Their names.
         """
-        return Digest.sum(np.array([self._tags[name] for name in names], np.uint32).reshape(-1, 4))
+        return np.fromiter(map(self._numbers.__getitem__, names), np.int64, len(names))
+
+    def chosen(self, chosen: NDArray[np.bool_]) -> State:
+        """Return some of the tensors, in columns if possible.
+
+        Parameters
+        ----------
+        chosen
+            Whether each tensor is one of them.
+        """
+        names = [self._names[number] for number in np.flatnonzero(chosen).tolist()]
+        return in_columns({name: self.by_name[name] for name in names})
+
+    def tag(self, chosen: NDArray[np.bool_]) -> Digest:
+        """Return the contribution of some of the tensors to a digest that does not depend on their elements.
+
+        Parameters
+        ----------
+        chosen
+            Whether each tensor is one of them.
+        """
+        return Digest.sum(self._tags[chosen])
 
     def part(self, names: Sequence[str]) -> State | None:
         """Return some of the tensors in columns. None if one of them is not direct, or if they are not in columns.

@@ -15,10 +15,9 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from ....codec.base import Resolution
-from ....delta.grouped_plan import GroupedPlan, resolve_together
+from ....codec.base import Pace
 from ....delta.patch import TensorPatch
-from ....delta.plan import Plan, check_base, check_digests, check_file, cover, itemsizes_of, resolve_plan
+from ....delta.plan import Plan, check_file, cover, itemsizes_of, resolve_plan, sizes_of
 from ....delta.resolve import plan_delta
 from ....delta.windows import Window, can_cut, cut_windows
 from ....errors import BaseMismatch, CorruptDelta, ResultMismatch, TensorsTied
@@ -31,15 +30,12 @@ from ....tensors.gpu_handover import on_side_stream
 from ....tensors.state import codec_for, state_digest, thread_count
 from ....tensors.torch_types import gpu_of, torch_dtype
 from ..layout.types import ModuleRule, Scatter
+from .direct_files import DirectFiles
 from .direct_patches import DirectPatches
 from .direct_tensors import DirectTensors
 from .interfaces import BaseSource, Layout, ModuleLoad, base_of, some_memory
 from .ownership import Decoders
 from .scatter_lists import Changes, are_same, as_changes, merged, narrow, read_values, write_values
-
-MOST_FILES, PACED_FILES = 16, 4
-"""The number of files that a GPU decodes with one call. The second is for a staging that is spread over time, so that no call delays
-generation for long."""
 
 _WINDOW_BYTES = 256 << 20
 """The most bytes of a window, unless one block or tensor has more. Files with up to twice as many bytes in temporary memory are decoded
@@ -65,8 +61,8 @@ class LayoutUpdate:
         Number of threads for decoding on the host. None means one per core.
     decoders
         The workers that decode each tensor. None if there is one worker.
-    together
-        The number of files that a GPU decodes with one call.
+    pace
+        Waits between parts of the work of a GPU. None if nothing waits.
     """
 
     def __init__(
@@ -77,7 +73,7 @@ class LayoutUpdate:
         *,
         threads: int | None = None,
         decoders: Decoders | None = None,
-        together: int = MOST_FILES,
+        pace: Pace | None = None,
     ) -> None:
         self._layout = layout
         self._source = source
@@ -85,17 +81,12 @@ class LayoutUpdate:
         self._threads = thread_count(threads)
         self._tied = direct.tied
         self._decoders = decoders
-        self._together = together
-        self.skipped = 0
-        """Elements in files that were added, but which only other workers decode."""
+        self._pace = pace
         self.unchecked = (Digest(), Digest())
         """Digests before and after of what only several workers together can check. The sums over all workers must be zero."""
-        self._direct: Resolution | None = None
-        """The changes of files that change only direct tensors, if they are decoded one by one."""
-        self._waiting: list[GroupedPlan] = []
-        """Files that change only direct tensors, and are not decoded yet."""
         self._patches = DirectPatches(direct, threads=self._threads)
-        """All changes that are swapped by a codec: the above, and those of direct tensors whose files also change other tensors."""
+        """All changes that are swapped by a codec, also those of direct tensors whose files change other tensors too."""
+        self._direct_files = DirectFiles(direct, self._patches, threads=self._threads, pace=pace)
         self._scatters: list[Scatter] = []
         self._loads: dict[str, ModuleLoad] = {}
         self._tied_changes: dict[str, list[Changes]] = {}
@@ -135,6 +126,9 @@ class LayoutUpdate:
         file = delta_file.parse(delta, names=names)
         if file.structure.added or file.structure.removed:
             raise CorruptDelta("the delta adds or removes tensors, but an update in memory can only change values.")
+        if self._decoders is None and self._plain.issuperset(names):
+            self._add_whole(names, file)
+            return file.before, file.after
         with on_side_stream(some_memory(self._layout.tensors)) as wait:
             if can_cut(file) and (windows := self._windows(names, file)):
                 self._add_windows(names, file, windows)
@@ -148,18 +142,13 @@ class LayoutUpdate:
 
         Raises as `add` does, and `TensorsTied` if names that share memory change in different ways.
         """
-        with on_side_stream(some_memory(self._layout.tensors)) as wait:
-            self._resolve_waiting()
-            wait()
+        self._note(self._direct_files.complete())
         for name, first in self._tied.items():
             one, other = (self._tied_changes.get(each, []) for each in (first, name))
             if not are_same(one, other):
                 raise TensorsTied.of(first, name, changed=[each for each, found in ((first, one), (name, other)) if found])
         self._tied_changes.clear()
         self._coverage = Coverage()
-        if self._direct is not None:
-            self._patches.add(self._direct)
-            self._direct = None
         self._patches.complete()
         with on_side_stream(some_memory(self._layout.tensors)) as wait:
             self._scatters = merged(self._scatters)
@@ -323,7 +312,7 @@ class LayoutUpdate:
         plan = plan_delta(bases, file)
         cover(self._coverage, plan)
         if self._plain.issuperset(_names_of(plan)):
-            self._add_direct(plan)
+            self._note(self._direct_files.add(plan))
             self.direct_change += file.after - file.before
         else:
             self._add_mixed(plan, bases)
@@ -336,7 +325,6 @@ class LayoutUpdate:
         wholes: dict[str, torch.Tensor] = {}
         for window in windows:
             if decoders is not None and not decoders.includes(window.decoders):
-                self.skipped += sum(stop - start for start, stop in window.parts.values())
                 continue
             wholes = {name: wholes[name] if name in wholes else self._base(name) for name in window.parts}
             bases = {name: _part(wholes[name], *part) for name, part in window.parts.items()}
@@ -361,8 +349,7 @@ class LayoutUpdate:
     def _plain(self) -> frozenset[str]:
         """The direct tensors that the codec writes by itself."""
         apart = self._sharing | self._inputs
-        tensors = self._layout.tensors
-        return frozenset(name for name in self._direct_tensors.by_name if len(tensors[name].placements) <= 1 and name not in apart)
+        return self._direct_tensors.in_one_place - apart if apart else self._direct_tensors.in_one_place
 
     @functools.cached_property
     def _sharing(self) -> frozenset[str]:
@@ -376,39 +363,6 @@ class LayoutUpdate:
         if not again:
             return frozenset()
         return frozenset(name for name, layout in self._layout.tensors.items() if again.intersection(layout.modules))
-
-    def _add_direct(self, plan: Plan) -> None:
-        codec = codec_for(plan.tensors)
-        if codec.prefers_whole_state and isinstance(plan, GroupedPlan):
-            self._waiting.append(plan)
-            if len(self._waiting) == self._together:
-                self._resolve_waiting()
-            return
-        if self._direct is None:
-            self._direct = codec.deferred_resolution(self._threads)
-        plan.writes[:] = True
-        resolve_plan(plan, self._direct, codec, self._threads, None)
-        self._note(plan)
-
-    def _resolve_waiting(self) -> None:
-        """Decode several files with one call of the codec."""
-        plans, self._waiting = self._waiting, []
-        if not plans:
-            return
-        codec = codec_for(plans[0].tensors)
-        resolution = codec.deferred_resolution(self._threads)
-        for plan in plans:
-            plan.writes[:] = True
-        try:
-            digests = resolve_together(plans, resolution, codec, self._threads)
-        except CorruptDelta:  # decoded against wrong weights, a valid delta can look corrupt
-            for plan in plans:
-                check_base(plan, codec, self._threads)
-            raise
-        for plan, (before, after) in zip(plans, digests, strict=True):
-            check_digests(plan, before, after)
-            self._note(plan)
-        self._patches.add(resolution, plans)
 
     def _add_mixed(self, plan: Plan, bases: Mapping[str, Base], *, is_whole: bool = True) -> tuple[Digest, Digest]:
         """Decode a file, and list the changes that the codec does not write. Returns the digests before and after.
@@ -438,7 +392,9 @@ class LayoutUpdate:
         self.direct_change += digests[1] - digests[0] - (after - before)
         if plan.writes.any():
             self._patches.add(resolution, [plan])
-        self._note(plan)
+        self._note([plan])
+        if on_device and self._pace is not None:
+            self._pace(int(sizes_of(plan.tensors).sum()))
         return digests
 
     def _is_direct(self, name: str) -> bool:
@@ -468,13 +424,14 @@ class LayoutUpdate:
             scatters = self._layout.locate(name, indices, values)
         self.add_scatters(scatters)
 
-    def _note(self, plan: Plan) -> None:
-        held = len(plan.tensors)
-        changed = plan.changed[:held]
-        names = _names_of(plan)
-        self.touched.update(names[number] for number in np.flatnonzero(changed).tolist())
-        self.changed += int(changed.sum())
-        self.nbytes += int((np.where(plan.writes, changed, 0) * (4 + itemsizes_of(plan.tensors))).sum())
+    def _note(self, plans: Sequence[Plan]) -> None:
+        """Note what changes, once the plans are decoded."""
+        for plan in plans:
+            changed = plan.changed[: len(plan.tensors)]
+            names = _names_of(plan)
+            self.touched.update(map(names.__getitem__, np.flatnonzero(changed).tolist()))
+            self.changed += int(changed.sum())
+            self.nbytes += int((np.where(plan.writes, changed, 0) * (4 + itemsizes_of(plan.tensors))).sum())
 
 
 def _is_divided(windows: Sequence[Window], decoders: Decoders) -> bool:

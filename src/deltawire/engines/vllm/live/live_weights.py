@@ -23,7 +23,7 @@ from ....tensors.gpu_handover import on_side_stream, synchronize_streams
 from ....tensors.state import state_digest
 from .direct_tensors import DirectTensors
 from .interfaces import BaseSource, Layout, base_of, some_memory
-from .layout_update import MOST_FILES, PACED_FILES, LayoutUpdate
+from .layout_update import LayoutUpdate
 from .module_rules import Load, ModuleRules, Recompute, Reprocess
 from .ownership import Blocks, Decoders, Owned, find_owned
 from .staging_pace import StagingPace
@@ -274,7 +274,6 @@ class LiveWeights:
             for name, error in failed.items():
                 self.layout.load_anew(name, f"it cannot be processed while the server runs: {error}")
             update, difference = self._decode(version, hop, read, peek or read)  # again, because other changes must be known now
-        update.recomputes = [rule for rule in self._rules.of(self.layout, update) if rule.how == "recompute"]
         target = LiveVersion(hop.target.ref(record_hash(hop.target.to_bytes())), version.digest + difference)
         return StagedUpdate(hop, update if hop.files else None, version.digest, target, update.nbytes, update.unchecked)
 
@@ -288,7 +287,7 @@ class LiveWeights:
             self._direct_tensors,
             threads=self._threads,
             decoders=decoders,
-            together=PACED_FILES if self._pace.waits else MOST_FILES,
+            pace=self._pace.after if self._pace.waits else None,
         )
         difference = Digest()
         self._pace.begin()
@@ -297,22 +296,13 @@ class LiveWeights:
             if decoders is not None and not decoders.includes(decoders.any_of(names)):
                 before, after = delta_file.peek(peek(entry))  # other workers decode it; the digest of the target proves the sum
             else:
-                skipped = update.skipped
                 before, after = update.add(names, read(entry))
-                self._pace.after(self._elements(entry, names) - (update.skipped - skipped))
+                self._pace.between_files()
             difference += after - before
         update.complete()
         if version.digest + difference != hop.target.digest:
             raise ResultMismatch(f"the files of {hop.target.describe()} do not lead to its digest {hop.target.digest}.")
         return update, difference
-
-    def _elements(self, entry: FileEntry, names: Sequence[str]) -> float:
-        """Return the number of elements that a file covers, which may be parts of these tensors."""
-        assert self.layout is not None
-        specs = [self.layout.tensors[name].spec for name in names]
-        counts = [math.prod(spec.shape) for spec in specs]
-        nbytes = sum(count * spec.dtype.itemsize for count, spec in zip(counts, specs, strict=True))
-        return entry.raw * sum(counts) / max(nbytes, 1)
 
     def swap(self, staged: StagedUpdate, agree: Agree) -> SwapOutcome:
         """Write a staged update, together with all other workers. Raises no exceptions, except interrupts.

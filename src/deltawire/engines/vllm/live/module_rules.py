@@ -49,10 +49,12 @@ class ModuleRules:
 
     def of(self, layout: Layout, update: LayoutUpdate) -> list[ModuleRule]:
         """Return the rules of modules that depend on changed tensors. Raises `EngineRefused` if the whole model must be loaded anew."""
-        for name in sorted(update.touched):
+        tensors = layout.tensors
+        apart = sorted(name for name in update.touched if (tensor := tensors[name]).modules or tensor.kind == "module")
+        for name in apart:
             if self.is_lost(layout, name):
-                raise EngineRefused(f"all weights must be loaded anew, because of tensor {name!r}: {layout.tensors[name].reason}")
-        names = {module for name in update.touched for module in layout.tensors[name].modules}
+                raise EngineRefused(f"all weights must be loaded anew, because of tensor {name!r}: {tensors[name].reason}")
+        names = {module for name in apart for module in tensors[name].modules}
         rules = [layout.modules[name] for name in sorted(names)]
         for rule in rules:
             if not self._can_follow(rule):
@@ -74,10 +76,12 @@ class ModuleRules:
     def process(self, layout: Layout, update: LayoutUpdate, direct: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """Process modules again that are computed from changed tensors, and add what changes in their memory to the update.
 
-        Modules that are loaded anew are added too. Returns the modules whose processing failed, with the error.
+        Modules that are loaded anew are added too, and the rules of those that `run` recomputes. Returns the modules whose processing
+        failed, with the error.
         """
         failed: dict[str, str] = {}
         rules = self.of(layout, update)
+        update.recomputes = [rule for rule in rules if rule.how == "recompute"]
         with on_side_stream(direct) as wait:
             for rule in rules:
                 if rule.how == "load_anew" and self._load is not None:
