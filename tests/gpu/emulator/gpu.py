@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from deltawire.codec.gpu.device import flat_bytes
+
 from .build import library, other_library
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -89,7 +91,7 @@ class EmulatedGpu:
         return raw.clone()
 
     def download(self, *tensors: torch.Tensor) -> list[Any]:
-        return [tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy() for tensor in tensors]
+        return [flat_bytes(tensor).clone().numpy() for tensor in tensors]
 
     def stream(self, purpose: str) -> Stream:
         return Stream()

@@ -33,6 +33,12 @@ class KernelSet(Protocol):
     def resident_blocks(self, name: str, threads: int, shared: int) -> int: ...
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor. They are copied if they are not in one piece."""
+    whole = tensor.contiguous()  # a tensor of one element counts as contiguous, whatever its stride is
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
+
+
 class Gpu:
     """A device and the operations on it. Work goes to the calling thread's current stream."""
 
@@ -69,7 +75,7 @@ class Gpu:
 
         Meanwhile other threads can use the device: a copy to memory that is not pinned would keep them waiting.
         """
-        flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        flat = [flat_bytes(tensor) for tensor in tensors]
         copies = [self.pinned(bytes_.numel()) for bytes_ in flat]
         for copy, bytes_ in zip(copies, flat, strict=True):
             copy.copy_(bytes_, non_blocking=True)
