@@ -1,20 +1,23 @@
-"""Measure what the gateway adds to an engine: requests per second, latency, memory, and the time to recover from SIGKILL.
+"""Measure what the gateway adds to an engine: requests per second, latency, memory over time, and what SIGKILL loses.
 
 The floor is the bare engine with the same client. One engine is a trivial ASGI server that answers at once and keeps what it "drew", so
 everything that is measured is the gateway's. The other is `deltawire serve` with a tiny model. All are separate processes of this machine.
 
-    python benchmarks/gateway.py [SECONDS]     the time of each load; 10 by default
+    python benchmarks/gateway.py --seconds 10     the time of each load
+    python benchmarks/gateway.py --minutes 60     one long load instead, with the gateway's memory over time
+
+Both write their results to benchmarks/results/ and into docs/benchmarks.md, unless --no-keep is given.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -23,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from report import Table, show
+from report import Table, keep, show
 
 from deltawire import Publisher
 from deltawire.engines.answer_table import ANSWERS_ROUTE, ENGINE_ROUTE, RECORD_HEADER, REQUEST_ID, AnswerTable
@@ -37,6 +40,8 @@ from deltawire.store.live_keys import INTERACTIONS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes of servers: more threads only wait for each other
 _TOKENS = 32
+_INTERVALS = 12
+"""A long load is divided into this many parts, and memory is measured after each."""
 _WORDS = 64
 _BODY = {"model": "policy", "messages": [{"role": "user", "content": "w1 w2 w3 w4"}], "max_tokens": _TOKENS}
 
@@ -220,26 +225,65 @@ def measure(seconds: float = 10.0) -> Table:
         f"The gateway with recording on, against the bare engine: chats with answers of {_TOKENS} tokens, {seconds:g} s for each load",
         ["engine", "clients", "streamed", "bare requests/s", "gateway requests/s", "share", "added p50 ms", "added p99 ms"],
     )
+    loads = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store")
         label = _publish(store)
-        with _process(_instant, label) as (_, engine), _process(_gateway, str(store), f"{folder}/a", engine) as (process, url):
+        with _process(_instant, label) as (_, engine), _process(_gateway, str(store), f"{folder}/a", engine) as (_, url):
             _wait_for_engine(url)
             for clients, stream in ((1, False), (1, True), (16, False), (16, True)):
                 _compare(table, "instant", engine, url, clients, stream, seconds)
-            before, ids = _memory(process), []
-            loads = []
-            for _ in range(6):
-                _load(url, 16, seconds, ids=ids)
-                loads.append(_memory(process))
-            after = ", ".join(f"{each:.0f}" for each in loads)
-            told = f"after each of six more loads ({len(ids):,} answers recorded)"
-            table.notes.append(f"Memory of the gateway: {before:.0f} MiB before, and {after} MiB {told}.")
+            loads.append(os.getloadavg()[0])
         with _process(_transformers, str(store)) as (_, engine), _process(_gateway, str(store), f"{folder}/b", engine) as (_, url):
             _wait_for_engine(url)
             for clients in (1, 16):
                 _compare(table, "deltawire serve, tiny model", engine, url, clients, False, seconds)
-        table.notes.append(_recovery(store, folder, label))
+        loads.append(os.getloadavg()[0])
+        _kill(table, store, folder, label)
+    table.notes.append(_load_words(loads))
+    return table
+
+
+def measure_long(minutes: float = 60.0) -> Table:
+    """Load one gateway with 16 clients for a long time, and tell its memory at intervals.
+
+    Parameters
+    ----------
+    minutes
+        The time of the load.
+    """
+    table = Table(
+        "gateway-memory",
+        f"One gateway under 16 clients for {minutes:g} minutes, with the instant engine and recording on",
+        ["after", "answers", "requests/s", "p50 ms", "p99 ms", "memory of the gateway", "journal"],
+    )
+    loads, memory, answers = [os.getloadavg()[0]], [], 0
+    with tempfile.TemporaryDirectory() as folder:
+        store, journal = Path(folder, "store"), Path(folder, "journal")
+        label = _publish(store)
+        with _process(_instant, label) as (_, engine), _process(_gateway, str(store), str(journal), engine) as (process, url):
+            _wait_for_engine(url)
+            table.rows.append(["0 min", "0", "", "", "", f"{_memory(process):.0f} MiB", ""])
+            for number in range(1, _INTERVALS + 1):
+                ids: list[str] = []
+                rate, times = _load(url, 16, minutes * 60 / _INTERVALS / 1.1, ids=ids)  # a tenth more is not counted
+                answers += len(ids)
+                loads.append(os.getloadavg()[0])
+                memory.append(_memory(process))
+                speed = [f"{rate:,.0f}", f"{_ms(times, 0.5):.1f}", f"{_ms(times, 0.99):.1f}"]
+                after = f"{minutes * number / _INTERVALS:.3g} min"
+                table.rows.append([after, f"{answers:,}", *speed, f"{memory[-1]:.0f} MiB", f"{_size(journal) / 1024:,.0f} KiB"])
+            for _ in range(600):
+                if (stored := _count(store)) >= answers:
+                    break
+                time.sleep(0.1)
+    table.check(f"every one of the {answers:,} acknowledged answers is in the store, and nothing else ({stored:,})", stored == answers)
+    half = memory[_INTERVALS // 2 - 1]
+    table.check(f"memory grows by less than 10% in the second half ({half:.0f} to {memory[-1]:.0f} MiB)", memory[-1] < 1.1 * half)
+    table.notes.append(
+        "The gateway remembers the ids of the newest 200,000 answers for feedback, about 300 bytes each, so memory grows first."
+    )
+    table.notes.append(_load_words(loads))
     return table
 
 
@@ -262,8 +306,30 @@ def _wait_for_engine(url: str) -> None:
     raise RuntimeError("the engine did not start")
 
 
-def _recovery(store: Path, folder: str, label: str) -> str:
-    """Kill a gateway under load, start another, and return how long it took until the store had every acknowledged answer, once."""
+def _load_words(loads: list[float]) -> str:
+    return (
+        f"While this was measured, {min(loads):.0f} to {max(loads):.0f} processes were ready to run on {os.cpu_count()} processors "
+        "(load averages of one minute, which include this benchmark)."
+    )
+
+
+def _size(folder: Path) -> int:
+    """Return the bytes of the files in a folder. Files that vanish meanwhile do not count."""
+    total = 0
+    for path in folder.rglob("*.*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def _count(store: Path) -> int:
+    """Return how many interactions are in the store. They are read one file after the other, so this takes little memory."""
+    with open_store(store) as opened:
+        return sum(len(Interactions.parse(opened.get(info.key, limit=1 << 26)).interactions) for info in opened.list(INTERACTIONS))
+
+
+def _kill(table: Table, store: Path, folder: str, label: str) -> None:
+    """Kill a gateway under load, start another, and tell how long it took until the store had every acknowledged answer, once."""
     ids: list[str] = []
     with _process(_instant, label) as (_, engine):
         with _process(_gateway, str(store), f"{folder}/c", engine) as (process, url):
@@ -276,7 +342,7 @@ def _recovery(store: Path, folder: str, label: str) -> str:
                 timer.cancel()
 
             asyncio.run(load())
-        left = sum(path.stat().st_size for path in Path(folder, "c").rglob("*.*") if path.is_file())
+        left = _size(Path(folder, "c"))
         start = time.perf_counter()
         with _process(_gateway, str(store), f"{folder}/c", engine):
             for _ in range(1200):
@@ -285,12 +351,26 @@ def _recovery(store: Path, folder: str, label: str) -> str:
                 time.sleep(0.05)
             took = time.perf_counter() - start
     found = _stored(store)
-    twice = len(found) - len(set(found))
-    return (
-        f"After SIGKILL under load ({len(ids):,} acknowledged answers, {left / 1024:,.0f} KiB in the journal) a new gateway had all of "
-        f"them in the store {took:.1f} s after its start, which includes starting Python; {twice} were stored twice."
+    lost, twice = len(set(ids) - set(found)), len(found) - len(set(found))
+    table.check(f"of {len(ids):,} acknowledged answers, SIGKILL under load loses none ({lost})", lost == 0)
+    table.check(f"none is stored twice ({twice})", twice == 0)
+    table.notes.append(
+        f"After the SIGKILL, {left / 1024:,.0f} KiB were in the journal. A new gateway had everything in the store {took:.1f} s after its "
+        "start, which includes starting Python."
     )
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0, help="the time of each load")
+    parser.add_argument("--minutes", type=float, help="measure memory under one load of this time instead")
+    parser.add_argument("--no-keep", action="store_true", help="write no results")
+    arguments = parser.parse_args()
+    table = measure(arguments.seconds) if arguments.minutes is None else measure_long(arguments.minutes)
+    show(table)
+    if not arguments.no_keep:
+        keep(table)
+
+
 if __name__ == "__main__":
-    show(measure(float(sys.argv[1]) if len(sys.argv) > 1 else 10.0))
+    main()

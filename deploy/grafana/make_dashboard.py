@@ -87,14 +87,24 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         ("Versions behind", "none", [(f"deltawire_relay_behind{_RUN}", "{{instance}}")]),
         ("Into the region", "Bps", [(_rate("deltawire_relayed_bytes_total", "instance, how"), "{{instance}} {{how}}")]),
     ],
+    "Channels": [
+        ("Commit of each channel", "none", [(f"max by (channel) (deltawire_channel_commit{_RUN})", "{{channel}}")]),
+        ("Promotions and rollbacks", "none", [(f"max by (channel, kind) (deltawire_channel_moves_total{_RUN})", "{{channel}} {{kind}}")]),
+    ],
     "Gates": [
         ("Answers of the canary", "none", [(f"deltawire_gate_answers{_RUN}", "{{instance}}")]),
         ("Limits", "none", [(f"deltawire_gate_limit_mean{_RUN}", "{{limit}} {{group}}")]),
+        ("What the test has proved", "none", [(f"deltawire_gate_limit_difference{_RUN}", "{{limit}} {{bound}}")]),
+        ("Limits that hold (1) or are broken (-1)", "none", [(f"deltawire_gate_limit_verdict{_RUN}", "{{limit}}")]),
         ("Decisions", "none", [(f"deltawire_gate_decisions_total{_RUN}", "{{outcome}}")]),
     ],
     "Gateways": [
         ("Answers per second", "none", [(_rate("deltawire_gateway_answers_total", "route, channel"), "{{route}} {{channel}}")]),
-        ("Answers per second by version", "none", [(_rate("deltawire_gateway_version_answers_total", "seq"), "commit {{seq}}")]),
+        (
+            "Answers per second by version and channel",
+            "none",
+            [(_rate("deltawire_gateway_version_answers_total", "seq, channel"), "commit {{seq}} {{channel}}")],
+        ),
         ("Time of an answer", "s", [(_p95("deltawire_gateway_answer_seconds", "route"), "{{route}}")]),
         ("Engines that answer", "none", [(f"deltawire_gateway_engine_up{_RUN}", "{{engine}}")]),
         (
@@ -106,6 +116,7 @@ ROWS: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
                 (_rate("deltawire_interactions_unusable_total", "run"), "answers that cannot be recorded"),
             ],
         ),
+        ("Age of answers when feedback comes, 95%", "s", [(_p95("deltawire_feedback_age_seconds", "metric"), "{{metric}}")]),
         ("Time to store feedback", "s", [(_p95("deltawire_store_feedback_seconds", "run"), "95%")]),
         ("Refused per second", "none", [(_rate("deltawire_gateway_refusals_total", "reason"), "{{reason}}")]),
         ("Recording stopped", "none", [(f"deltawire_recording_stopped{_RUN}", "{{instance}}")]),

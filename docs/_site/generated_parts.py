@@ -13,7 +13,8 @@ from pathlib import Path
 
 from deltawire.events.kinds.kind import EventKind
 from deltawire.events.registry import GROUPS, REGISTRY
-from deltawire.telemetry.metric_table import EVENTS, METRICS, Metric
+from deltawire.telemetry.metric import Metric
+from deltawire.telemetry.metric_table import EVENTS, METRICS
 
 DOCS = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- The rest of this page is made from the source by docs/_site/generated_parts.py. -->\n"
@@ -24,7 +25,7 @@ _NOTES = {
     "Members": "A member adds its name to all events that it emits, as the field `member`.\n",
     "Supervised members": "`deltawire fleet` and other programs that start members report these.\n",
     "Seen in the store": "`deltawire events` prints these, which it finds out by reading the store.\n",
-    "Gates": "A gate also reports `channel-moved`.\n",
+    "Gates": "A gate also reports `channel-moved` and `sweep-failed`.\n",
     "Trainers": "[Watch the mismatch](router-replay.md#watch-the-mismatch) explains the numbers of `mismatch`.\n",
 }
 

@@ -392,13 +392,13 @@ def test_only_changed_sections_are_told_again(run: ShownRun) -> None:
     with Observer(run.store) as observer:
         observer.look()
         number, sections = observer.changes(0, 0)
-        assert set(sections) == {"status", "chain", "channels", "members", "tasks", "readers", "faults"}
+        assert set(sections) == {"status", "chain", "channels", "traffic", "gates", "members", "tasks", "readers", "faults"}
         run.beat("steady")
         observer.look()
         number, sections = observer.changes(number, 0)
         assert set(sections) == {"status", "members"}
         assert observer.changes(number, 0) == (number, {})
-        assert len(observer.changes(number + 1000, 0)[1]) == 7, "a number of an earlier process"
+        assert len(observer.changes(number + 1000, 0)[1]) == 9, "a number of an earlier process"
 
 
 def test_nothing_can_be_written_through_the_dashboards_store() -> None:

@@ -142,7 +142,7 @@ def test_changes_are_sent_as_they_are_seen(served: DashboardServer, run: ShownRu
     connection.request("GET", "/api/live")
     stream = connection.getresponse()
     assert stream.headers["Content-Type"] == "text/event-stream"
-    assert events(stream, 7)["chain"]["version"] == 1
+    assert events(stream, 9)["chain"]["version"] == 1
     run.publish()
     served.observer.look()
     assert events(stream, 2)["chain"]["version"] == 2
@@ -240,7 +240,7 @@ def test_many_streams_see_the_same_state_and_a_reader_that_stops_delays_nobody(r
                 one.request("GET", "/api/live")
                 streams.append(one.getresponse())
             for stream in streams[1:]:  # the first never reads
-                assert events(stream, 7)["chain"]["version"] == 1
+                assert events(stream, 9)["chain"]["version"] == 1
             run.publish()
             observer.look()
             for stream in streams[1:]:

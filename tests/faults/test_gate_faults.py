@@ -86,3 +86,39 @@ class Interrupted(FaultyStore):
         if len(self.calls) == self._index:
             self._between()
         return super()._calling(op, key)
+
+
+def with_old_evidence() -> GatedChain:
+    """A chain with a canary that a gate rolled back 31 days ago, and another one that is watched now."""
+    chain = GatedChain()
+    chain.gate().look()
+    chain.traffic(0.2, 0.8, 120)
+    chain.gate().look()
+    chain.pass_time(31 * 86400)
+    chain.promote(4, "canary")
+    return chain
+
+
+@pytest.mark.parametrize("fault", [Before, After])
+@pytest.mark.parametrize("kind", ["crash", "unavailable", "unknown"])
+def test_a_gate_that_fails_at_any_call_keeps_the_evidence_that_counts(fault: Callable[..., Any], kind: str) -> None:
+    for index in range(1000):
+        chain = with_old_evidence()
+        old = chain.records(move=0)
+        assert [record.outcome for record in old] == ["continue", "rollback"]
+        chain.traffic(0.9, 0.4, 120, version=4)
+        faulty = FaultyStore(chain.store, [fault(index, kind)])
+        with contextlib.suppress(ProcessDied, DeltawireError):
+            chain.gate(store=faulty).look()
+        if len(faulty.calls) <= index:
+            break
+        assert chain.records(move=0) in (old, old[1:], [])
+        for _ in range(2):
+            chain.gate().look()
+        assert [record.outcome for record in chain.records(move=2)] == ["promote"]
+        assert chain.moves("stable") == [("promote", 2), ("promote", 4)]
+        chain.promote(5, "canary")
+        chain.gate().look()
+        assert chain.records(move=0) == []
+        assert len(chain.records(move=2)) == 1, "it is not old enough"
+    assert index > 15

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +82,27 @@ def test_feedback_is_in_the_store_when_it_is_acknowledged_and_counts_once(answer
         ("thumbs", True),
     ]
     assert [file.number for file in stored_feedback(scene.store)] == list(range(len(stored_feedback(scene.store))))
+
+
+def test_the_age_of_an_answer_is_told_when_feedback_comes(answered: tuple[Scene, str]) -> None:
+    scene, name = answered
+    hour = new_inference_id(int(time.time() * 1000) - 3_600_000)
+    given_to = {"thumbs": name, "comment": name, "rating": EPISODE}
+    for metric, target in given_to.items():
+        field = "episode_id" if target == EPISODE else "inference_id"
+        assert told(scene, **{field: target, "metric_name": metric, "value": "x" if metric == "comment" else True})[0] == 200
+    assert told(scene, inference_id=hour, metric_name="thumbs", value=True)[0] == 404, "the age of an unknown answer counts nowhere"
+
+    def ages() -> dict[object, float]:
+        found = [event.fields for event in scene.events if event.name == "feedback-acknowledged"]
+        return {each["metric"]: float(str(each["age_seconds"])) for each in found}
+
+    wait_until(lambda: len(ages()) == 3, "ages of all feedback")
+    assert ages().keys() == {"thumbs", None, "rating"}, "a metric that is not declared has no name"
+    assert all(0.0 <= age < 3600.0 for age in ages().values())
+    text = scene.get("/metrics")[1].decode()
+    assert 'deltawire_feedback_age_seconds_count{metric="thumbs"} 1.0' in text
+    assert 'deltawire_gateway_version_answers_total{channel="",seq="' in text
 
 
 def test_feedback_about_nothing_or_with_a_wrong_value_is_refused_by_name(answered: tuple[Scene, str]) -> None:

@@ -111,6 +111,33 @@ def test_names_from_the_store_are_bounded():
     assert max(map(len, totals)) <= 128
 
 
+def test_answers_of_the_newest_versions_are_counted_however_long_a_run_is():
+    metrics = PrometheusMetrics()
+    for seq in range(3000):
+        metrics(Event("answered", {"route": "chat", "engine": "e", "channel": "stable", "seq": seq, "seconds": 0.1}))
+    (family,) = [family for family in metrics.registry.collect() if family.name == "deltawire_gateway_version_answers"]
+    counted = {int(sample.labels["seq"]) for sample in family.samples if sample.name.endswith("_total")}
+    assert counted == set(range(3000 - 1024, 3000))
+
+
+def test_promotions_rollbacks_and_the_evidence_of_a_gate_are_metrics():
+    metrics = PrometheusMetrics()
+    for move, (kind, seq) in enumerate([("promote", 3), ("promote", 5), ("rollback", 3)]):
+        metrics(Event("channel-moved", {"channel": "stable", "move": move, "kind": kind, "seq": seq, "share": None, "why": ""}))
+    found = {"limit": "solved:-0.01", "verdict": "broken", "canary": 0.2, "stable": 0.4, "blocks": 9}
+    metrics(Event("gate-limit", {**found, "low": -0.3, "high": -0.05, "threshold": -0.01}))
+
+    def value_of(name, **labels):
+        return metrics.registry.get_sample_value(name, labels)
+
+    assert value_of("deltawire_channel_moves_total", channel="stable", kind="promote") == 2
+    assert value_of("deltawire_channel_moves_total", channel="stable", kind="rollback") == 1
+    assert value_of("deltawire_channel_commit", channel="stable") == 3
+    assert value_of("deltawire_gate_limit_verdict", limit="solved:-0.01") == -1
+    bounds = [value_of("deltawire_gate_limit_difference", limit="solved:-0.01", bound=bound) for bound in ("low", "high", "threshold")]
+    assert bounds == [-0.3, -0.05, -0.01]
+
+
 def test_the_route_is_on_loopback_and_ends_with_the_object():
     metrics = PrometheusMetrics(0)
     assert metrics._server.server_address[0] == "127.0.0.1"

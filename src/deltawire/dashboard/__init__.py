@@ -4,6 +4,9 @@ read_only        a store that counts what is read and refuses to write
 chain_scan       reads the newest commits, and samples of all others
 chain_pages      reads older commits when somebody wants to see them
 channels_scan    reads channels and their moves
+newest_files     finds the newest files of live traffic without a listing of all
+traffic_scan     reads interactions and feedback, and counts them
+gates_scan       reads the evidence of gates
 fleet_scan       reads heartbeats, rounds, leases and acknowledgements, a few in each look
 member_history   keeps what was seen of a member over time
 readers_scan     reads pins, reports, relays and marks

@@ -50,6 +50,16 @@ class ChannelsScan:
             if name not in self._problems or self._looks % _AGAIN_LOOKS == 0:
                 self._read(reader)
 
+    def promotions(self, name: str) -> list[ChannelMove]:
+        """Return the newest promotions of a channel that were read, the newest first.
+
+        Parameters
+        ----------
+        name
+            The name of the channel.
+        """
+        return [move for move in self._moves.get(name, []) if move.kind == "promote"]
+
     def plain(self) -> list[dict[str, Any]]:
         """Return the channels as plain values, each with its moves, the newest first."""
         return [

@@ -14,6 +14,8 @@ _HIGH_LAG = 8
 def find_faults(
     chain: Mapping[str, Any],
     channels: Sequence[Mapping[str, Any]],
+    traffic: Mapping[str, Any],
+    gates: Sequence[Mapping[str, Any]],
     members: Sequence[Mapping[str, Any]],
     readers: Mapping[str, Any],
     rejections: Sequence[Mapping[str, Any]],
@@ -26,6 +28,10 @@ def find_faults(
         The section of the chain.
     channels
         The section of the channels.
+    traffic
+        The section of live traffic.
+    gates
+        The section of the gates.
     members
         The members that are shown.
     readers
@@ -33,7 +39,8 @@ def find_faults(
     rejections
         Results that the trainer left out, each with a step, a number of results and a reason.
     """
-    found = [*_chain_faults(chain), *_channel_faults(channels), *_reader_faults(readers), *_member_faults(members), *_rejected(rejections)]
+    found = [*_chain_faults(chain), *_channel_faults(channels), *_live_faults(traffic, gates)]
+    found += [*_reader_faults(readers), *_member_faults(members), *_rejected(rejections)]
     found.sort(key=lambda fault: (_LEVELS.index(fault["level"]), -(fault["time"] or 0.0)))
     return found[:MOST_FAULTS]
 
@@ -66,6 +73,17 @@ def _channel_faults(channels: Sequence[Mapping[str, Any]]) -> Iterator[dict[str,
             where = f"commit {newest['seq']}" if newest["version"] is None else f"version {newest['version']}"
             why = f": {newest['why']}" if newest["why"] else "."
             yield _fault("warning", f"The channel {channel['name']} was rolled back to {where}{why}", newest["time"])
+
+
+def _live_faults(traffic: Mapping[str, Any], gates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    if traffic["damaged"]:
+        files = f"{traffic['damaged']} file{'s' if traffic['damaged'] != 1 else ''} of live traffic"
+        yield _fault("warning", f"Nothing counts of {files}, the last of them {traffic['problem']}")
+    for gate in gates:
+        if gate["problem"] is not None:
+            yield _fault(
+                "bad", f"The evidence about move {gate['move']} of the channel {gate['channel']} cannot be used: {gate['problem']}"
+            )
 
 
 def _reader_faults(readers: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -14,19 +14,21 @@ from typing import Any
 from ..chain.reader_options import ReaderOptions
 from ..errors import DeltawireError, NoChain, StoreError
 from ..fleet.fleet_keyring import FleetKeyring
-from ..store import keys
+from ..store import keys, live_keys
 from ..store.base import Store
 from .chain_pages import ChainPages
 from .chain_scan import WINDOW, ChainScan
 from .channels_scan import ChannelsScan
 from .faults import find_faults
 from .fleet_scan import FleetScan
+from .gates_scan import GatesScan
 from .plain_values import short
 from .read_only import ReadOnlyStore
 from .readers_scan import ReadersScan
+from .traffic_scan import TrafficScan
 from .version_details import MOST_BYTES, VersionDetails
 
-SECTIONS = ("status", "chain", "channels", "members", "tasks", "readers", "faults")
+SECTIONS = ("status", "chain", "channels", "traffic", "gates", "members", "tasks", "readers", "faults")
 """The parts of the page that change by themselves."""
 _KEPT_DETAILS = 32
 
@@ -73,6 +75,9 @@ class Observer:
         self._channels = ChannelsScan(self._log, self._chain)
         self._fleet: FleetScan | None = None
         self._readers: ReadersScan | None = None
+        self._traffic: TrafficScan | None = None
+        self._gates = GatesScan(self._log, self._chain, self._channels)
+        self._is_live = False
         self._details = VersionDetails(self._store, self._options.reading, most_bytes=self._options.detail_bytes)
         self._kept_details: OrderedDict[int, dict[str, Any]] = OrderedDict()
         self._looking, self._reading = threading.Lock(), threading.Lock()
@@ -216,7 +221,7 @@ class Observer:
         with self._changed:
             self._changed.notify_all()
         with self._looking:
-            for scan in (self._chain, self._fleet, self._readers):
+            for scan in (self._chain, self._fleet, self._readers, self._traffic):
                 if scan is not None:
                     scan.close()
 
@@ -232,9 +237,10 @@ class Observer:
         run = self._log.run
         if self._looks and self._log.object(keys.RUN) is None:  # for example a directory that is not mounted any more
             raise NoChain(f"the run is no longer at {self._store.url}.")
-        if self._fleet is None or self._readers is None:
+        if self._fleet is None or self._readers is None or self._traffic is None:
             self._fleet = FleetScan(self._store, run.id, FleetKeyring(trusted_keys=self._options.reading.trusted_keys))
             self._readers = ReadersScan(self._store, run)
+            self._traffic = TrafficScan(self._store, run.id, self._chain)
         self._chain.look()
         if self._chain.head is None:
             raise NoChain(f"nothing is published at {self._store.url}.")
@@ -242,6 +248,10 @@ class Observer:
         self._fleet.look()
         self._fleet.count_updates(self._chain.updates_between, self._chain.head)
         self._readers.look()
+        self._is_live = self._is_live or next(iter(self._store.list(live_keys.LIVE)), None) is not None
+        if self._is_live:
+            self._traffic.look()
+            self._gates.look()
 
     def _tell(self) -> None:
         """Keep the sections as JSON, and tell everybody who waits which of them changed."""
@@ -266,9 +276,9 @@ class Observer:
             "read_bytes": self._store.bytes,
             "requests": self._store.requests,
         }
-        if self._fleet is None or self._readers is None:
+        if self._fleet is None or self._readers is None or self._traffic is None:
             return {"status": status}
-        channels = self._channels.plain()
+        channels, traffic, gates = self._channels.plain(), self._traffic.plain(), self._gates.plain()
         chain, members, readers = self._chain.plain(), self._fleet.plain_members(now), self._readers.plain()
         steps = {slot.seq: slot.commit.step for slot in self._chain.window() if slot.commit is not None}
         rejections = [
@@ -285,8 +295,10 @@ class Observer:
             "status": status,
             "chain": chain,
             "channels": channels,
+            "traffic": traffic,
+            "gates": gates,
             "members": members,
             "tasks": self._fleet.plain_tasks(steps),
             "readers": readers,
-            "faults": find_faults(chain, channels, members["shown"], readers, rejections),
+            "faults": find_faults(chain, channels, traffic, gates, members["shown"], readers, rejections),
         }

@@ -12,6 +12,8 @@ SCRIPTS = (
     "chain.js",
     "older.js",
     "channels.js",
+    "traffic.js",
+    "gates.js",
     "members.js",
     "pauses.js",
     "links.js",

@@ -36,6 +36,17 @@ def new_inference_id(milliseconds: int) -> str:
     return str(uuid.UUID(int=number))
 
 
+def id_time(inference_id: str) -> int:
+    """Return the milliseconds since 1970 that the id of an interaction holds: when the gateway got the request, by its clock.
+
+    Parameters
+    ----------
+    inference_id
+        The id.
+    """
+    return uuid.UUID(inference_id).int >> 80
+
+
 def new_session(name: str) -> str:
     """Return the name of a new session of a gateway. Raises ValueError for a name that gateways cannot have.
 

@@ -26,7 +26,7 @@ from ..errors import (
 )
 from ..events import OnEvent, emit
 from ..format.feedback import MAX_FEEDBACK_BYTES, MAX_METRIC_NAME, MAX_REVISION, MAX_TEXT_VALUE, Feedback, FeedbackFile, Value, check_float
-from ..format.live_parts import INFERENCE_ID, new_inference_id
+from ..format.live_parts import INFERENCE_ID, id_time, new_inference_id
 from ..format.records.live_records import Metric
 from ..format.records.record_parts import READER
 from ..store.base import Store
@@ -144,7 +144,7 @@ class FeedbackIntake:
     seconds
         Seconds that the store has to confirm feedback.
     on_event
-        Called with "feedback-stored" and "feedback-waits".
+        Called with "feedback-stored", "feedback-acknowledged" and "feedback-waits".
     """
 
     def __init__(
@@ -280,10 +280,21 @@ class FeedbackIntake:
                     await asyncio.sleep(1.0)
             for _, stored in batch:
                 stored.set_result(None)
-            count = len(batch)
+            seconds = time.monotonic() - start
+            emit(self._on_event, "feedback-stored", number=self._number, feedback=len(batch), seconds=seconds)
+            for feedback, _ in batch:
+                self._tell_age(feedback)
             del data, batch
-            emit(self._on_event, "feedback-stored", number=self._number, feedback=count, seconds=time.monotonic() - start)
             self._number += 1
+
+    def _tell_age(self, feedback: Feedback) -> None:
+        metric = feedback.metric if feedback.metric in self._metrics() else None
+        if feedback.inference is not None:
+            age: float | None = (feedback.time - id_time(feedback.inference)) / 1000
+        else:
+            known = self._find(feedback)
+            age = None if known is None else time.monotonic() - known.since
+        emit(self._on_event, "feedback-acknowledged", metric=metric, age_seconds=None if age is None else max(age, 0.0))
 
     def _next_file(self) -> tuple[bytes, list[_Waiting]]:
         """Take what fits into one object."""

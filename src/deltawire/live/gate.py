@@ -16,7 +16,7 @@ from ..chain.channels import ChannelReader
 from ..chain.find import newest_version
 from ..chain.log import ChainLog
 from ..chain.version import Version
-from ..errors import ChainBroken, ChannelMoved, NoChannel
+from ..errors import ChainBroken, ChannelMoved, NoChannel, StoreError
 from ..events import OnEvent, emit
 from ..format.records.channel_records import ChannelMove
 from ..format.records.gate_records import MOST_TEXT, ChannelPlace, EvaluationResult, GateRecord, LimitFinding
@@ -27,7 +27,7 @@ from ..format.records.version_records import Commit
 from ..publish.channels import ChannelWriter, Reason
 from ..store import keys
 from .gate_records import GateRecords, PlacedRecord
-from .gate_rules import GatePolicy, Range, decide, judge
+from .gate_rules import GatePolicy, Limit, Range, decide, judge
 from .gate_traffic import CanaryTraffic, Source
 from .traffic_reader import TrafficReader
 
@@ -72,6 +72,8 @@ class GateOptions:
         Whether only the first answer of each user counts.
     dry_run
         Whether nothing is written and moved.
+    retention
+        Seconds after which evidence about earlier canaries is deleted, by the store's clock.
     """
 
     canary: str = "canary"
@@ -80,6 +82,11 @@ class GateOptions:
     wait: float | None = None
     by_user: bool = False
     dry_run: bool = False
+    retention: float = 30 * 86400.0
+
+    def __post_init__(self) -> None:
+        if not self.retention > 0:
+            raise ValueError("retention must be above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +131,8 @@ class _Watch:
     """When this process last wrote a record, by its own clock."""
     evaluation: EvaluationResult | None = None
     is_evaluating: bool = False
+    is_swept: bool = False
+    """Whether old evidence about earlier canaries was deleted since this one is watched."""
 
 
 class Gate:
@@ -185,7 +194,12 @@ class Gate:
         self._sources: tuple[Source, ...] = ()
 
     def look(self) -> GateLook:
-        """Read what is new, decide, write evidence that is due, and make the move if there is a decision."""
+        """Read what is new, decide, write evidence that is due, and make the move if there is a decision. Then delete old evidence."""
+        found = self._look()
+        self._sweep()
+        return found
+
+    def _look(self) -> GateLook:
         try:
             canary, stable = standing(self._canary), standing(self._stable)
         except NoChannel as error:
@@ -311,9 +325,20 @@ class Gate:
             record = replace(record, number=found.number + 1)
         return None
 
+    def _sweep(self) -> None:
+        """Delete old evidence about earlier canaries, once for each canary that has a record. An error of the store spoils nothing."""
+        watch = self._watch
+        if watch is None or watch.is_swept or watch.written is None:
+            return
+        watch.is_swept = True
+        try:
+            watch.records.sweep(watch.now - self._options.retention)
+        except StoreError as error:
+            emit(self._on_event, "sweep-failed", error=str(error))
+
     def _report(self, watch: _Watch, record: GateRecord) -> None:
-        for finding in record.limits:
-            self._report_limit(finding)
+        for limit, finding in zip(self._policy.limits, record.limits, strict=True):
+            self._report_limit(limit, finding)
         canary = watch.canary
         known: dict[str, int | str] = {"channel": canary.channel, "move": canary.move, "seq": canary.target.seq, "answers": record.answers}
         if record.outcome == "continue":
@@ -321,7 +346,7 @@ class Gate:
         else:
             emit(self._on_event, "gate-decided", **known, age_seconds=record.age / 1000, why=record.why, outcome=record.outcome)
 
-    def _report_limit(self, finding: LimitFinding) -> None:
+    def _report_limit(self, limit: Limit, finding: LimitFinding) -> None:
         emit(
             self._on_event,
             "gate-limit",
@@ -330,6 +355,9 @@ class Gate:
             canary=finding.canary.mean,
             stable=finding.stable.mean,
             blocks=finding.blocks,
+            low=finding.low,
+            high=finding.high,
+            threshold=limit.offset,
         )
 
     def _move(self, record: GateRecord) -> ChannelMove | None:

@@ -1,4 +1,4 @@
-"""Reads and writes the evidence of a gate. The first record that decides about a canary is the last one, and the one that counts."""
+"""Reads, writes and deletes the evidence of a gate. The first record that decides about a canary is the last one that counts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from ..format.records.run_records import check_same_run
 from ..format.records.signing import SigningKey, check_signature
 from ..store import live_keys
 from ..store.create_rule import create_and_look
+
+_SWEPT_AT_ONCE = 1000
 
 
 class PlacedRecord(NamedTuple):
@@ -73,6 +75,27 @@ class GateRecords:
         key = live_keys.gate_key(record.canary.channel, record.canary.move, record.number)
         found = create_and_look(self._log.store, key, signed.to_bytes(), sleep=self._sleep)
         return PlacedRecord(self._checked(key, found), self._log.store.head(key).modified.timestamp())
+
+    def sweep(self, before: float) -> None:
+        """Delete the records about earlier canaries of this channel that were stored before a time of the store, in seconds.
+
+        No gate needs them: the canary that the channel stands at is never among them, and a decision about an earlier one can make no move.
+        The records about one canary are deleted by rising number, so its decision goes last.
+
+        Parameters
+        ----------
+        before
+            The time.
+        """
+        own = live_keys.gate_folder(self._canary.channel, self._canary.move)
+        old: list[str] = []
+        for info in self._log.store.list(live_keys.gates_of(self._canary.channel)):
+            if info.key >= own or info.modified.timestamp() >= before or len(old) == _SWEPT_AT_ONCE:
+                break
+            if live_keys.parse_gate_key(info.key) is not None:
+                old.append(info.key)
+        if old:
+            self._log.store.delete(old)
 
     def _checked(self, key: str, data: bytes) -> GateRecord:
         record = GateRecord.parse(data)

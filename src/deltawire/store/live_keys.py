@@ -62,11 +62,16 @@ def used_list_key(round_number: int, blake3: str) -> str:
     return f"{USED_LISTS}{_digits(round_number, 10)}/{blake3}.json"
 
 
-def gate_folder(channel: str, move: int) -> str:
-    """Return the prefix of a gate's records about a move of a channel. Raises ValueError for a name that channels cannot have."""
+def gates_of(channel: str) -> str:
+    """Return the prefix of all records of gates about a channel. Raises ValueError for a name that channels cannot have."""
     if not is_reader_name(channel):
         raise ValueError(f"{channel!r} cannot name a channel")
-    return f"{GATES}{channel}/{_digits(move, 10)}/"
+    return f"{GATES}{channel}/"
+
+
+def gate_folder(channel: str, move: int) -> str:
+    """Return the prefix of a gate's records about a move of a channel."""
+    return f"{gates_of(channel)}{_digits(move, 10)}/"
 
 
 def gate_key(channel: str, move: int, number: int) -> str:

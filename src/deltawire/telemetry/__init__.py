@@ -1,6 +1,8 @@
 """Listeners that pass events on to other systems: Prometheus, trackers of experiments, traces.
 
-    metric_table.py    `METRICS`: every metric, and the events that change it
+    metric.py          `Metric`, `Change`: how events change a metric
+    metric_table.py    `METRICS`: every metric
+    live_metrics.py    those of channels, gates and gateways
     prometheus.py      `PrometheusMetrics`: the metrics, with a route `/metrics`
     trackers.py        `TrackioLogger`, `WandbLogger` and `TensorBoardLogger`
     trace_context.py   the context of a version's trace, in the metadata of its commit

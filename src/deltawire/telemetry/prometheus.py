@@ -10,7 +10,8 @@ from .. import __version__
 from ..errors import TelemetryUnavailable
 from ..events import Event, printable
 from ..events.registry import REGISTRY
-from .metric_table import EVENTS, METRICS, Change, Metric
+from .metric import Change, Metric
+from .metric_table import EVENTS, METRICS
 
 LOOPBACK = "127.0.0.1"
 _MOST_SERIES = 1024
@@ -115,7 +116,7 @@ class PrometheusMetrics:
         return made[metric.type](metric.name, metric.meaning, metric.labels, registry=self.registry, **options)
 
     def _labelled(self, collector: Any, metric: Metric, labels: tuple[str, ...]) -> Any:
-        """Return the series of these labels. Long labels are cut. When there are too many series, new ones are "other"."""
+        """Return the series of these labels. Long labels are cut. When there are too many series, new ones are "other" or old ones end."""
         if not labels:
             return collector
         known = self._series[metric.name]
@@ -124,7 +125,12 @@ class PrometheusMetrics:
         with self._lock:
             labels = tuple(printable(label[:_LONGEST_LABEL]) for label in labels)
             if labels not in known and len(known) >= _MOST_SERIES:
-                labels = tuple(_OTHER for _ in labels)
+                if metric.forgets:
+                    oldest = next(iter(known))
+                    del known[oldest]
+                    collector.remove(*oldest)
+                else:
+                    labels = tuple(_OTHER for _ in labels)
             return known.setdefault(labels, collector.labels(*labels))
 
     def _listen(self, prometheus_client: Any, host: str, port: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import TelemetryUnavailable
 from ..events import Event, Listeners, OnEvent
 from ..events.registry import REGISTRY
-from .metric_table import number
+from .metric import number
 
 GLOBAL_STEP = "train/global_step"
 """The metric that Hugging Face's trainers log with every other one, as their step."""

@@ -104,6 +104,12 @@ def gate(
         ),
     ] = None,
     by_user: Annotated[bool, typer.Option("--by-user", help="Count only the first answer of each user.")] = False,
+    retention: Annotated[
+        float,
+        typer.Option(
+            "--retention", min=1.0, metavar="SECONDS", help="Delete evidence about earlier versions of CHANNEL that is older than this."
+        ),
+    ] = 30 * 86400.0,
     poll: Annotated[float, typer.Option("--poll", min=0.01, metavar="SECONDS", help="Look this often.")] = 10.0,
     wait_for_channels: Annotated[
         bool, typer.Option("--wait-for-channels", help="Wait for channels that do not exist yet. Otherwise they are an error.")
@@ -135,7 +141,7 @@ def gate(
         from ..process.evaluation_command import EvaluationCommand
 
         policy = _policy(metric, monitor, evaluate, alpha, min_answers, min_seconds, max_seconds, attempts)
-        options = GateOptions(canary, stable, _ranges(ranges), wait, by_user, dry_run)
+        options = GateOptions(canary, stable, _ranges(ranges), wait, by_user, dry_run, retention)
         least = dict(parse_score(text) for text in score or ())
         if least and evaluate is None:
             raise typer.BadParameter("--score needs --evaluate.")

@@ -4,11 +4,11 @@
 const page = { data: null, saved: null, live: false, heard: 0, number: 0 };
 const EMPTY = {
   status: { problem: null, time: 0, looks: 0, run: null, url: "" }, chain: { entries: [], samples: [], skips: [], head: null, version: null, floor: -1, state_bytes: 0, tensors: 0 },
-  members: { listed: 0, shown: [] }, tasks: { rounds: [], bars: [] }, readers: { pins: [], reports: [], relays: [] }, channels: [], faults: [], history: new Map(),
+  members: { listed: 0, shown: [] }, tasks: { rounds: [], bars: [] }, readers: { pins: [], reports: [], relays: [] }, channels: [], traffic: { answers: [], times: [], bounds: [], feedback: [], since: null, left_out: 0 }, gates: [], faults: [], history: new Map(),
 };
 const DRAWN_BY = {
   chain: [drawTiles, drawChain, drawTraining, drawSync, drawLinks, drawStorage, drawReaders], members: [drawTiles, drawLag, drawPauses, drawSync, drawLinks, drawMembers, drawChain],
-  channels: [drawChannels, drawChain], tasks: [drawTasks, drawStaleness], readers: [drawReaders, drawLinks, drawChain], faults: [drawFaults, drawTiles], status: [drawStatus, drawTasks, drawLag, drawPauses, drawMembers],
+  channels: [drawChannels, drawChain], traffic: [drawTraffic], gates: [drawGates], tasks: [drawTasks, drawStaleness], readers: [drawReaders, drawLinks, drawChain], faults: [drawFaults, drawTiles], status: [drawStatus, drawTasks, drawLag, drawPauses, drawMembers],
 };
 
 /** Draw what depends on these sections, each picture once. A picture that fails must not hide the others. */

@@ -32,6 +32,9 @@ KINDS = (
             f.number("canary", "This is the mean of the canary's answers."),
             f.number("stable", "This is the mean of the other channel's answers."),
             f.integer("blocks", "This many blocks of answers were compared."),
+            f.number("low", "The difference that the limit is about is at least this, unless the test errs."),
+            f.number("high", "The difference is at most this, unless the test errs."),
+            f.number("threshold", "The limit holds on one side of this difference, and is broken on the other."),
         ),
     ),
     EventKind(

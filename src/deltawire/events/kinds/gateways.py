@@ -42,5 +42,14 @@ KINDS = (
         "A file of feedback is in the store.",
         (_NUMBER, f.integer("feedback", "It has this many pieces of feedback."), f.SECONDS),
     ),
+    EventKind(
+        "feedback-acknowledged",
+        "debug",
+        "Feedback is in the store, and its sender is told so. This event comes after `feedback-stored`.",
+        (
+            f.text("metric", "This is the metric, if it is declared.").maybe,
+            f.seconds("age_seconds", "The answer is this old, or the newest known answer of the episode.").maybe,
+        ),
+    ),
     EventKind("feedback-waits", "warning", "The store does not take feedback. Its senders are told to send it again.", (f.REASON,)),
 )

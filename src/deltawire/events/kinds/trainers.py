@@ -102,5 +102,7 @@ KINDS = (
     ),
     EventKind("waiting-for-members", "warning", "No member is alive.", (f.STEP,)),
     EventKind("fleet-retrying", "info", "A request failed and is repeated.", (f.STEP.maybe, f.ERROR)),
-    EventKind("sweep-failed", "warning", "Objects of old rounds could not be deleted.", (f.ERROR,)),
+    EventKind(
+        "sweep-failed", "warning", "Old objects could not be deleted: those of rounds, live traffic, or evidence of gates.", (f.ERROR,)
+    ),
 )
