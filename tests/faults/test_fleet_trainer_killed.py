@@ -208,6 +208,33 @@ def test_results_by_versions_that_a_rewind_abandoned_are_not_trained_on_and_olde
     assert again[3] != json.dumps(hashes_of(lost))
 
 
+def test_a_trainer_finds_what_was_acknowledged_as_far_back_as_keep_steps_and_opens_new_rounds_for_the_rest() -> None:
+    fleet = Fleet(budget=StalenessBudget(5), options=FleetOptions(60, keep_steps=2))
+    fleet.join("a", "b")
+    with fleet.publisher() as publisher:
+        trainer = fleet.trainer(publisher)
+        trainer.run_to(4)
+        trainer.go(trainer.steps.poll())  # sweeps steps 1 and 2
+    first = {version.step: version for version in live_versions(fleet.inner)}
+    with fleet.publisher(resume_from_seq=first[2].seq) as publisher:
+        trainer = fleet.trainer(publisher)
+        assert [record.for_step for record in trainer.go(trainer.steps.resume())] == [3, 4]
+        assert trainer.steps.rounds[3].settled
+        assert trainer.steps.rounds[4].settled
+        trainer.run_to(4)
+        trainer.go(trainer.steps.poll())
+    assert_one_line_of_training(fleet.inner, 4)
+    again = {version.step: version.meta.get("trained") for version in live_versions(fleet.inner)}
+    assert [again[step] for step in (3, 4)] == [first[step].meta["trained"] for step in (3, 4)]
+    with fleet.publisher(resume_from_seq=first[0].seq) as publisher:
+        trainer = fleet.trainer(publisher)
+        assert [record.for_step for record in trainer.go(trainer.steps.resume())] == [3, 4]
+        trainer.run_to(4)
+    assert_one_line_of_training(fleet.inner, 4)
+    third = {version.step: version.meta.get("trained") for version in live_versions(fleet.inner)}
+    assert [third[step] == first[step].meta["trained"] for step in (1, 2, 3, 4)] == [False, False, True, True]
+
+
 def test_an_acknowledged_round_is_preferred_to_a_later_one_for_its_step() -> None:
     fleet = small_fleet()
     with fleet.publisher() as publisher:

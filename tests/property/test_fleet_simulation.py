@@ -23,10 +23,12 @@ import pytest
 from blake3 import blake3
 from broken_rules import assert_found
 
+from deltawire.fleet.options import FleetOptions
 from deltawire.fleet.rules.admission import REASONS
 from deltawire.fleet.rules.fleet_clock import FleetClock
 from deltawire.fleet.rules.round_state import TaskState
 from deltawire.fleet.rules.scheduler import Scheduler
+from deltawire.fleet.rules.staleness import StalenessBudget
 from deltawire.fleet.steps import batch_steps, coordinator_steps, intake_steps, work_steps
 from deltawire.fleet.steps.member_state import Claim, Made, MemberState
 from deltawire.format.records.fleet_parts import MOST_ATTEMPTS
@@ -41,7 +43,10 @@ from deltawire.testing.fleet_simulation.engine_model import EngineModel
 from deltawire.testing.fleet_simulation.kernel import Kernel
 from deltawire.testing.fleet_simulation.many_seeds import Fleet
 from deltawire.testing.fleet_simulation.misbehaviour import KINDS, Misbehaviour
-from deltawire.testing.fleet_simulation.store_model import Objects
+from deltawire.testing.fleet_simulation.oracle import History
+from deltawire.testing.fleet_simulation.store_model import Network, Objects
+from deltawire.testing.fleet_simulation.trainer_model import Plan
+from deltawire.testing.fleet_simulation.world import World
 
 COMMAND = [sys.executable, "-m", "deltawire.testing.fleet_simulation"]
 
@@ -74,6 +79,40 @@ def test_a_seed_gives_the_same_run_in_every_process() -> None:
     events, _, summary = other.partition(b"{\n")
     assert hashlib.sha256(events).hexdigest() == digest() == digest()
     assert json.loads(b"{" + summary)["failed"] == []
+
+
+def plan(keep_steps: int, checkpoint_every: int) -> Plan:
+    options = FleetOptions(keep_steps=keep_steps)
+    return Plan("0" * 32, 8, 1, 1, StalenessBudget(1), options, train_seconds=1.0, checkpoint_every=checkpoint_every)
+
+
+def test_a_plan_keeps_acknowledged_results_as_far_back_as_the_checkpoint_before_the_newest_version() -> None:
+    plan(2, 2)
+    with pytest.raises(ValueError, match="keep_steps=1 must be at least checkpoint_every=2"):
+        plan(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "published", "resumes"),
+    [
+        pytest.param((0, 2), 4, {2}, id="the oldest that the fleet must support"),
+        pytest.param((0, 2), 5, {2}, id="the newest, although a replaced trainer has published more"),
+        pytest.param((0, 2, 4), 4, {2, 4}, id="the newest or an older one"),
+        pytest.param((), 0, {0}, id="the start"),
+    ],
+)
+def test_a_trainer_resumes_from_no_step_that_the_fleet_need_not_support(
+    checkpoints: tuple[int, ...], published: int, resumes: set[int]
+) -> None:
+    found = set()
+    for seed in range(16):
+        lines: list[str] = []
+        world = World(Random(seed), plan(2, 2), Network(0.01), trace=lines.append)
+        world.chain.highest_step = published
+        world.checkpoints |= {step: History(step) for step in checkpoints}
+        world.start_trainer()
+        found.add(int(lines[-1].rpartition(" ")[2]))
+    assert found == resumes
 
 
 def blind_to(reason: str) -> Callable[[pytest.MonkeyPatch], None]:

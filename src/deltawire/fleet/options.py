@@ -21,7 +21,7 @@ class FleetOptions:
         How often the trainer looks at the fleet.
     keep_steps
         For how many training steps acknowledged results stay in the store. A trainer that is resumed from a step this far back still
-        finds them.
+        finds them. So save checkpoints at least this often.
     environment_tokens
         How many tokens an environment may add to a completion (tool output, further turns of a conversation). They do not count as tokens
         of the policy.

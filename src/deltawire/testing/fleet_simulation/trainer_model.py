@@ -40,6 +40,10 @@ class ExternalAction:
 class Plan:
     """The settings of a run.
 
+    `options.keep_steps` must be at least `checkpoint_every` (ValueError). A trainer that dies before it has saved the checkpoint of the
+    newest version is resumed from the one before, and finds what was acknowledged only as far back as `keep_steps`
+    (docs/protocol.md §10, "Sweeping"). `GrpoTrainer` refuses settings of which it does not find everything, too.
+
     Parameters
     ----------
     run
@@ -86,6 +90,10 @@ class Plan:
     publishes_beside: bool = False
     upload_seconds: float = 0.0
     commit_seconds: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.options.keep_steps < self.checkpoint_every:
+            raise ValueError(f"keep_steps={self.options.keep_steps} must be at least checkpoint_every={self.checkpoint_every}")
 
 
 @dataclass(slots=True)

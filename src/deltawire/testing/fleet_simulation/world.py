@@ -159,12 +159,17 @@ class World:
     # Trainers
 
     def start_trainer(self) -> None:
-        """Start a trainer. It resumes from the newest checkpoint, or from an earlier one that the fleet must still support."""
+        """Start a trainer. It resumes from the newest checkpoint, or from an earlier one that the fleet must still support.
+
+        What was acknowledged is kept for `keep_steps` steps below the newest version whose publication its trainer knows, and the judge
+        demands it. No trainer is resumed from further back. Versions that a replaced trainer publishes get no checkpoint, and it deletes
+        nothing for them. So the newest checkpoint is near enough, also if it is more than `keep_steps` below the chain's newest version.
+        """
         oldest = self.chain.highest_step - self.plan.options.keep_steps
         steps = sorted(step for step in self.checkpoints if step >= oldest)
-        resume_step = 0
-        if steps:
-            resume_step = steps[-1] if self.faults_over or self.random.random() < 0.6 else self.random.choice(steps)
+        resume_step = max(self.checkpoints, default=0)
+        if steps and not self.faults_over and self.random.random() >= 0.6:
+            resume_step = self.random.choice(steps)
         process = Process(f"trainer{len(self.trainers)}", self.kernel, self.perform)
         model = self.make_trainer(process)
         trainer = Trainer(process, model)

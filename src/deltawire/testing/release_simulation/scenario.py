@@ -107,15 +107,19 @@ def simulate(seed: int, *, trace: Callable[[str], None] | None = None) -> Outcom
 
 def _world(random: Random, folder: Path, time: VirtualTime, trace: Callable[[str], None] | None) -> LiveWorld:
     last_step = random.randint(1, 4)
+    run = f"{random.getrandbits(128):032x}"
+    poll_seconds, keep_steps = random.choice([1.0, 3.0]), random.choice([1, 2, 8])
+    train_seconds = random.choice([2.0, 15.0])
+    checkpoint_every = random.choice([1, 1, 2])
     plan = Plan(
-        run=f"{random.getrandbits(128):032x}",
+        run=run,
         last_step=last_step,
         tasks=0,
         rows=1,
         budget=StalenessBudget(last_step + 2),
-        options=FleetOptions(lease_seconds=20, poll_seconds=random.choice([1.0, 3.0]), keep_steps=random.choice([1, 2, 8])),
-        train_seconds=random.choice([2.0, 15.0]),
-        checkpoint_every=random.choice([1, 1, 2]),
+        options=FleetOptions(lease_seconds=20, poll_seconds=poll_seconds, keep_steps=max(keep_steps, checkpoint_every)),
+        train_seconds=train_seconds,
+        checkpoint_every=checkpoint_every,
         untrainable=random.choice([0, 0, 1]),
         publishes_beside=random.random() < 0.5,
         upload_seconds=random.choice([0.0, 5.0]),
