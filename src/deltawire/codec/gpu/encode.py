@@ -58,7 +58,7 @@ _ALIGNMENT = 16
 
 
 class EncodedBlocks:
-    """What is known about the blocks of a table that are encoded already. They are encoded in order.
+    """The known facts about the blocks of a table that are encoded already. Blocks are encoded in order.
 
     Parameters
     ----------
@@ -246,7 +246,7 @@ class _SlabMemory:
 
 
 class _Workspace:
-    """What the device knows about the tensors of a job, and how its blocks are cut into slabs."""
+    """The facts of a job that the device has: its tensors, and how its blocks are cut into slabs."""
 
     def __init__(self, job: BlockJob, gpu: Gpu) -> None:
         table, self.blocks, self._encoded = job.table, job.blocks, job.encoded
