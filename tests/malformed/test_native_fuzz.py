@@ -22,7 +22,7 @@ from deltawire.errors import CorruptDelta, CorruptRollouts, DeltawireError, Dtyp
 
 ROOT = Path(__file__).parents[2]
 EXECUTIONS = 6_000
-ROUTING_EXECUTIONS = 1_500
+ROUTING_EXECUTIONS = 800
 ERRORS: dict[int, type[DeltawireError]] = {1: CorruptDelta, 2: DtypeMismatch, 3: ShapeMismatch}
 _NUMBERS = struct.Struct("<6Q4I4I")
 _TENSOR = struct.Struct("<5Q")
