@@ -21,7 +21,7 @@ from deltawire.dtypes import PAYLOAD_TYPES, PayloadType
 from deltawire.errors import CorruptDelta, CorruptRollouts, DeltawireError, DtypeMismatch, ShapeMismatch
 
 ROOT = Path(__file__).parents[2]
-EXECUTIONS = 6_000
+EXECUTIONS = 3_000
 ROUTING_EXECUTIONS = 800
 ERRORS: dict[int, type[DeltawireError]] = {1: CorruptDelta, 2: DtypeMismatch, 3: ShapeMismatch}
 _NUMBERS = struct.Struct("<6Q4I4I")
