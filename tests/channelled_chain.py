@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from toy_chain import State, ToyChain, first_state
@@ -34,6 +35,12 @@ class ChannelledChain:
         self.chain = ToyChain(self.store, sign=None if key is None else key.sign)
         self.chain.anchor(first_state())
         self.chain.grow(versions - 1)
+
+    def with_store(self, store: Store) -> ChannelledChain:
+        """Return the same chain in another store, which has a copy of all objects. It cannot grow."""
+        new = copy.copy(self)
+        new.store = store
+        return new
 
     def state(self, version: int) -> State:
         state = self.chain.states[version]

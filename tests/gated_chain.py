@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,19 @@ class GatedChain:
         self.store.put_if_absent(live_keys.metrics_key(0), (declared if key is None else key.sign(declared)).to_bytes())
         self.promote(2, "stable")
         self.promote(3, "canary")
+
+    def copy(self) -> GatedChain:
+        """Return a chain with the same objects in a store of its own, for tests that repeat what follows a long beginning."""
+        new = copy.copy(self)
+        new.store = FaultyStore(MemoryStore(), clock=lambda: new.now)
+        for info in self.store.list(""):
+            new.now = info.modified
+            new.store.put(info.key, self.store.get(info.key, limit=info.size))
+        new.now = self.now
+        new.store.calls.clear()
+        new.chain = self.chain.with_store(new.store)
+        new.events, new._numbers = list(self.events), dict(self._numbers)
+        return new
 
     def promote(self, version: int, channel: str) -> None:
         self.chain.promote(version, channel, 500_000 if channel == "canary" else None)

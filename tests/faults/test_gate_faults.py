@@ -40,9 +40,10 @@ def check(chain: GatedChain, channel: str, moves: list[tuple[str, int]], decisio
 def test_a_gate_that_fails_at_any_call_moves_once(
     fault: Callable[..., Any], kind: str, canary: float, stable: float, channel: str, moves: list[tuple[str, int]], decision: str
 ) -> None:
+    begun = GatedChain()
+    begun.traffic(canary, stable, 120)
     for index in range(1000):
-        chain = GatedChain()
-        chain.traffic(canary, stable, 120)
+        chain = begun.copy()
         faulty = FaultyStore(chain.store, [fault(index, kind)])
         with contextlib.suppress(ProcessDied, DeltawireError):
             chain.gate(store=faulty).look()
@@ -62,9 +63,10 @@ def test_evidence_is_written_before_the_move() -> None:
 
 
 def test_two_gates_between_whose_steps_the_other_runs_move_once() -> None:
+    begun = GatedChain()
+    begun.traffic(0.9, 0.4, 120)
     for index in range(1000):
-        chain = GatedChain()
-        chain.traffic(0.9, 0.4, 120)
+        chain = begun.copy()
         first = Interrupted(chain.store, index, lambda chain=chain: chain.gate().look())  # type: ignore[misc]
         chain.gate(store=first).look()
         assert chain.moves("stable") == [("promote", 2), ("promote", 3)]
@@ -102,11 +104,12 @@ def with_old_evidence() -> GatedChain:
 @pytest.mark.parametrize("fault", [Before, After])
 @pytest.mark.parametrize("kind", ["crash", "unavailable", "unknown"])
 def test_a_gate_that_fails_at_any_call_keeps_the_evidence_that_counts(fault: Callable[..., Any], kind: str) -> None:
+    begun = with_old_evidence()
+    old = begun.records(move=0)
+    assert [record.outcome for record in old] == ["continue", "rollback"]
+    begun.traffic(0.9, 0.4, 120, version=4)
     for index in range(1000):
-        chain = with_old_evidence()
-        old = chain.records(move=0)
-        assert [record.outcome for record in old] == ["continue", "rollback"]
-        chain.traffic(0.9, 0.4, 120, version=4)
+        chain = begun.copy()
         faulty = FaultyStore(chain.store, [fault(index, kind)])
         with contextlib.suppress(ProcessDied, DeltawireError):
             chain.gate(store=faulty).look()
