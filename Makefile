@@ -91,7 +91,7 @@ test: $(VENV)/.installed $(VENV)/.compiled
 	$(BIN)/python tests/lanes.py
 
 test-vllm: $(VENV)/.installed $(VENV)/.compiled
-	$(BIN)/python tests/lanes.py vllm trl
+	$(BIN)/python tests/lanes.py vllm trl ray
 
 test-ray: $(VENV)/.installed $(VENV)/.trainers $(VENV)/.ray
 	$(BIN)/python -m pytest tests/fleet/test_ray.py

@@ -3,9 +3,10 @@
     python tests/lanes.py [LANE …]
 
 Each lane is a process of pytest. Its lines are printed at once, after the name of the lane. If a lane fails, or on Ctrl-C, the others are
-stopped, and the last lines of the failed lane are printed again at the end. There are more lanes than cores, because many tests wait most
-of the time. A lane that prints nothing for a long time counts as failed; by then, pytest has printed where its threads are. One process
-imports torch and transformers for all lanes and forks them, and the lanes fork their own processes from it.
+stopped, and the last lines of the failed lane are printed again at the end. There are more lanes than cores: many tests wait most of the
+time, and short lanes leave no core idle at the end. A lane that prints nothing for a long time counts as failed; by then, pytest has
+printed where its threads are. One process imports torch and transformers for all lanes and forks them, and the lanes fork their own
+processes from it.
 """
 
 from __future__ import annotations
@@ -25,8 +26,12 @@ from forked_python import ForkedPopen
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests"
-SYSTEMS = [f"{TESTS}/{name}" for name in ("faults", "fleet", "integration")]
+FAULTS = [f"{TESTS}/faults"]
+"""Every call of a store fails in turn."""
+SYSTEMS = [f"{TESTS}/{name}" for name in ("fleet", "integration")]
 """Tests with many processes, with servers of stores, or with long waits."""
+SEARCHES = [f"{TESTS}/{name}" for name in ("gpu", "property")]
+"""Random examples, and kernels on an emulated GPU: tests that compute all the time."""
 VLLM = [f"{TESTS}/vllm", f"{TESTS}/docs/test_parameters.py"]
 """Tests with a real vLLM. Most of them skip themselves where it is not installed."""
 TRL = [
@@ -37,11 +42,9 @@ TRL = [
 RAY = [f"{TESTS}/fleet/test_ray.py"]
 """A real Ray cluster of two nodes. These tests skip themselves where Ray is not installed."""
 LONG = [f"{TESTS}/{name}" for name in ("demo", "integration/stores/test_server_conformance.py", "fleet/test_cut_off.py")]
-"""Tests that start many processes or servers and mostly wait for them. They run in the shortest lane."""
-
-
+"""Tests that start many processes or servers and mostly wait for them."""
 UNITS = [f"{TESTS}/{name}" for name in ("unit", "malformed", "dashboard", "gateway")]
-"""Tests of single modules, of hostile input, and of web servers. The lanes take about the same time."""
+"""Tests of single modules, of hostile input, and of web servers."""
 
 
 def _ignoring(paths: list[str]) -> list[str]:
@@ -50,9 +53,12 @@ def _ignoring(paths: list[str]) -> list[str]:
 
 LANES: dict[str, list[str]] = {
     "vllm": ["-vv", *VLLM, *_ignoring(TRL)],
-    "trl": ["-vv", *RAY, *TRL, *LONG],
+    "trl": ["-vv", *TRL, *LONG],
+    "ray": ["-vv", *RAY],
     "systems": [*SYSTEMS, *_ignoring([*TRL, *RAY, *LONG])],
-    "parts": [TESTS, *_ignoring([*SYSTEMS, *VLLM, *TRL, *UNITS, *LONG])],
+    "faults": FAULTS,
+    "searches": SEARCHES,
+    "parts": [TESTS, *_ignoring([*FAULTS, *SYSTEMS, *SEARCHES, *VLLM, *TRL, *UNITS, *LONG])],
     "units": UNITS,
 }
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_python import forked_run
 
 pytest.importorskip("transformers", reason="the policy is a transformers model")
 pytest.importorskip("fastapi", reason="the gateway needs the extra `gateway`")
@@ -18,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_loop_is_closed_and_a_damaged_version_is_rolled_back(tmp_path: Path) -> None:
     options = ["--seconds", "0", "--longest", "3600", "--damaged-step", "5", "--learning-rate", "3e-3", "--alpha", "0.05"]
-    command = [sys.executable, str(ROOT / "examples" / "live_demo"), "--json", "--out", str(tmp_path / "out"), *options]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
+    arguments = [ROOT / "examples" / "live_demo", "--json", "--out", tmp_path / "out", *options]
+    done = forked_run("torch", arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads(done.stdout)
     assert results["failed"] == 0
