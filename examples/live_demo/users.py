@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-import httpx
+import aiohttp
 import taste
 
 USERS = 500
@@ -63,22 +63,24 @@ class Crowd:
         self._thread.join()
 
     async def _ask(self) -> None:
-        limits = httpx.Limits(max_connections=2 * _AT_ONCE)
-        async with httpx.AsyncClient(base_url=self.url, timeout=600.0, limits=limits) as client:
+        # The connections are given up before the gateway closes them, so that no request meets a connection that is just being closed.
+        connector = aiohttp.TCPConnector(limit=2 * _AT_ONCE, keepalive_timeout=2.0)
+        timeout = aiohttp.ClientTimeout(total=600.0)
+        async with aiohttp.ClientSession(self.url, connector=connector, timeout=timeout, raise_for_status=True) as client:
             await asyncio.gather(*(self._user(client, random.Random(f"{self.seed}/{number}")) for number in range(_AT_ONCE)))
 
-    async def _user(self, client: httpx.AsyncClient, draw: random.Random) -> None:
+    async def _user(self, client: aiohttp.ClientSession, draw: random.Random) -> None:
         late: set[asyncio.Task[None]] = set()
         while not self._stop.is_set():
             await asyncio.sleep(draw.expovariate(1 / _THINKING))
             body = {"model": "policy", "prompt": draw.choice(taste.PROMPTS), "max_tokens": taste.LENGTH, "temperature": 1.0}
             try:
-                answered = await client.post("/v1/completions", json={**body, "user": f"user-{draw.randrange(USERS)}"})
-                answered.raise_for_status()
-            except httpx.HTTPError as error:
+                async with client.post("/v1/completions", json={**body, "user": f"user-{draw.randrange(USERS)}"}) as answered:
+                    text = (await answered.json())["choices"][0]["text"]
+            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
                 self.failures.append(f"a request failed: {error!r}")
                 continue
-            value = taste.rating(answered.json()["choices"][0]["text"], draw)
+            value = taste.rating(text, draw)
             headers = answered.headers
             self.reactions.append(
                 Reaction(time.monotonic(), headers.get("x-deltawire-channel", ""), headers.get("x-deltawire-version", ""), value)
@@ -88,11 +90,12 @@ class Crowd:
                 late = {task for task in late if not task.done()}
         await asyncio.gather(*late)
 
-    async def _rate(self, client: httpx.AsyncClient, answer: str, value: float, draw: random.Random) -> None:
+    async def _rate(self, client: aiohttp.ClientSession, answer: str, value: float, draw: random.Random) -> None:
         await asyncio.sleep(draw.uniform(0.2, 1.0) * _LATEST)
         for revision in range(2 if draw.random() < _REVISED else 1):
             body = {"inference_id": answer, "metric_name": taste.LIKES.name, "value": value, "revision": revision}
             try:
-                (await client.post("/feedback", json=body)).raise_for_status()
-            except httpx.HTTPError as error:
+                async with client.post("/feedback", json=body) as answered:
+                    await answered.read()
+            except (aiohttp.ClientError, asyncio.TimeoutError) as error:
                 self.failures.append(f"feedback failed: {error!r}")
