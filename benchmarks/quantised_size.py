@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from peers import DenseXor, GapXor, Int32Value, Peer
 from report import Table
-from workloads import BF16, Array, State, code_bound_bits, synthetic_masters, trace_steps, update_size
+from workloads import BF16, Array, State, code_bound_bits, codes_of, synthetic_masters, trace_steps, update_size
 
 import deltawire
 from deltawire.quantise import Recipe, quantisation_error
@@ -183,7 +183,7 @@ def _add(total: _Sum, recipe: Recipe, name: str, old: Array, new: Array) -> None
         total.bound += _BITS_OF_A_SCALE * changed
         return
     if recipe.element != "e4m3":
-        before, after = _codes(before), _codes(after)
+        before, after = codes_of(before), codes_of(after)
     total.weights += before.size
     total.changed += int(np.count_nonzero(before != after))
     total.bound += code_bound_bits(before, after, recipe.element)
@@ -191,11 +191,6 @@ def _add(total: _Sum, recipe: Recipe, name: str, old: Array, new: Array) -> None
 
 def _flat(tensor: Array) -> Array:
     return tensor.reshape(-1).view(np.uint8)
-
-
-def _codes(packed: Array) -> Array:
-    """Return the 4-bit codes of packed bytes, the low half of each byte first."""
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1)
 
 
 def _recorded(trace: Path, recipe: Recipe) -> Iterator[tuple[State, State]]:
