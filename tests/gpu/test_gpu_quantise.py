@@ -128,7 +128,7 @@ def test_whole_states(spelling: str, on_gpu) -> None:
             check(quantise_state(to_gpu(state), spelling, to_gpu(previous)), expected)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     spelling=st.sampled_from(SPELLINGS),
     dtype=st.sampled_from(sorted(DTYPES)),

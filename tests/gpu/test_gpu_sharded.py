@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from pathlib import Path
 
@@ -62,8 +63,8 @@ def held_by(state, rank):
     """Return half of the rows of each tensor, in its own memory. Edges are not at multiples of 512 bytes."""
     held = {}
     for name, tensor in state.items():
-        cut = len(tensor) // 2 * tensor[0].numel()
-        flat = tensor.view(-1)
+        cut = len(tensor) // 2 * math.prod(tensor.shape[1:])
+        flat = tensor.reshape(-1)
         held[name] = TensorPart(flat[:cut] if rank == 0 else flat[cut:], tuple(tensor.shape), 0 if rank == 0 else cut)
     return held
 
@@ -234,6 +235,56 @@ def test_ranks_do_not_write_codes_of_rows_that_begin_where_blocks_and_parts_do(r
         reader.sync(seq=1)
         reader.sync()  # by the skip
         assert reader.version.digest == expected[-1]
+
+
+PLACES = {
+    "host": lambda name, rank: False,
+    "GPU": lambda name, rank: True,
+    "rank 0 on the GPU": lambda name, rank: rank == 0,
+    "rank 1 on the GPU": lambda name, rank: rank == 1,
+    "crosswise": lambda name, rank: ("q_proj" in name) == (rank == 0),
+}
+"""Which tensors a rank holds on the GPU."""
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8-block", "nvfp4"])
+@pytest.mark.parametrize("snapshot", ["host", "device"])
+def test_shards_may_move_between_host_and_gpu(recipe, snapshot):
+    """From one version to the next, on both ranks or on one of them. Versions are those of a model that stays on the host."""
+    random = np.random.default_rng(4)
+    shapes = {f"self_attn.{each}_proj": (13, 32) for each in "kqv"} | {"mlp.down_proj": (131, 32)}
+    state = {f"model.layers.0.{name}.weight": random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    state["model.norm.weight"] = random.standard_normal(300).astype(np.float32)
+    places = ["GPU", "host", "rank 0 on the GPU", "rank 1 on the GPU", "crosswise", "host", "GPU"]
+    versions = [state]
+    for _ in places[1:]:
+        versions.append({name: array * np.float32(1.01) for name, array in versions[-1].items()})
+    versions[4] = {name: array.copy() for name, array in versions[3].items()}  # nothing changes, but everything moves
+    whole, parts = MemoryStore(), MemoryStore()
+    given = {"quantise": recipe, "attachments": {"config.json": b"{}"}, "options": WriterOptions(threads=1, segment_bytes=4000)}
+    with deltawire.Publisher(whole, **given) as publisher:
+        expected = [publisher.publish(each).digest for each in versions]
+
+    def work(ranks):
+        found = []
+        for job in (range(5), range(5, len(places))):  # copies of the second job are on the host first
+            with ShardedPublisher(ranks, parts, snapshot=snapshot, **given) as publisher:
+                for number in job:
+                    held = held_by(versions[number], ranks.rank)
+                    for name, part in held.items():
+                        if PLACES[places[number]](name, ranks.rank):
+                            held[name] = TensorPart(to_torch(part.elements.copy()).to(DEVICE), part.shape, part.start)
+                    found.append(publisher.publish(held).digest)
+                publisher.flush()
+        return found
+
+    with using_codec("auto"):
+        answers = run_ranks(SIZE, work)
+    for found in answers:
+        if isinstance(found, BaseException):
+            raise found
+        assert found == expected
+    assert read(parts) == read(whole)
 
 
 def held_by_third(state, rank):
