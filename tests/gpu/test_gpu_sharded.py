@@ -25,6 +25,7 @@ from deltawire.quantise.recipe import SPELLINGS
 from deltawire.quantise.row_shards import GroupShard, RowShard
 from deltawire.quantise.scales import Scales, choose_scales
 from deltawire.store.memory import MemoryStore
+from deltawire.tensors import torch_types
 from deltawire.tensors.bits import TensorPart, tensor_bits
 from deltawire.tensors.torch_types import to_torch
 
@@ -402,6 +403,10 @@ TABLE = {  # mode: copies of a shard while a version is published (baseline, and
     "background, device": ({"background": True, "snapshot": "device"}, (2, 0)),
     "quantised": ({"quantise": "fp8-block"}, (0, 1)),
     "quantised, device": ({"quantise": "fp8-block", "snapshot": "device"}, (1, 0)),
+    "shards on the host": ({}, (0, 1)),
+    "shards on the host, cast": ({"dtype": torch.bfloat16}, (0, 2)),
+    "shards on the host, background": ({"background": True}, (0, 2)),
+    "shards on the host, quantised": ({"quantise": "fp8-block"}, (0, 1)),
 }
 
 
@@ -413,15 +418,18 @@ def test_a_rank_holds_as_many_copies_of_its_shard_as_the_table_says(mode, monkey
     from deltawire.trainers import FSDPPublisher
 
     given, (on_the_gpu, on_the_host) = TABLE[mode]
+    is_on_host = mode.startswith("shards on the host")
+    device = torch.device("cpu") if is_on_host else DEVICE
+    if is_on_host and not REAL:  # otherwise all tensors count as tensors on the emulated GPU
+        monkeypatch.setattr(torch_types, "gpu_of", lambda tensor: None)
     model = {
-        "model.layers.0.mlp.down_proj.weight": torch.randn(128, 256, device=DEVICE),
-        "model.norm.weight": torch.ones(64, device=DEVICE),
+        "model.layers.0.mlp.down_proj.weight": torch.randn(128, 256, device=device),
+        "model.norm.weight": torch.ones(64, device=device),
     }
     own = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in model.values()]
     seen = []
     upload = append.upload_update
-
-    made = []
+    made, raw = [], []
 
     def watched(location, baseline, parts, *more, segments_of, **options):
         kept, sent = copies_in(baseline.parts, own), copies_in(parts, own)
@@ -432,6 +440,7 @@ def test_a_rank_holds_as_many_copies_of_its_shard_as_the_table_says(mode, monkey
             found = segments_of(indices)
             made.append(copies_in(found, own))
             assert sum(part.nbytes for part in found.values()) == sum(baseline.segments[index].raw for index in indices)
+            raw.extend(baseline.segments[index].raw for index in indices)
             return found
 
         return upload(location, baseline, parts, *more, segments_of=segments_of and segments, **options)
@@ -444,7 +453,10 @@ def test_a_rank_holds_as_many_copies_of_its_shard_as_the_table_says(mode, monkey
             publisher.flush()
             model["model.norm.weight"].mul_(2)
     assert seen == [[on_the_gpu, on_the_host]]
-    if "quantise" in given:  # scales, and the norm in bfloat16, are made on the GPU; codes are not written
+    if "quantise" in given and is_on_host:  # codes are written, one segment after the other
+        assert len(made) == len(raw) > 1
+        assert [each["host"] for each in made] == raw
+    elif "quantise" in given:  # scales, and the norm in bfloat16, are made on the GPU; codes are not written
         assert len(made) == (1 if "snapshot" in given else 2)
         assert sum(each["gpu"] for each in made) == 2 * 4 + 64 * 2
         assert {each["host"] for each in made} == {0}
