@@ -84,7 +84,7 @@ def _measure_quantised(tensors: int) -> Table:
     table = Table(
         "many-tensors-quantised",
         f"{tensors:,} tensors of 4-bit codes (nvfp4), 0.005% of the codes of a tensor changed",
-        ["each tensor", "tensors that change", "changes in each", "bytes of the file for each", "order-0 bound of its changes", "beyond it"],
+        ["each tensor", "tensors that change", "changes in each", "bytes of the file for each", "order-0 bound", "beyond it"],
     )
     rows, columns = LARGER
     for shape, share in (((rows, columns), 1), ((rows, columns), 10), ((rows // 2, columns), 1)):
@@ -106,8 +106,8 @@ def _measure_quantised(tensors: int) -> Table:
         if bound <= 24 * mentioned:
             table.check(f"{name}: at most 24 bytes for each in all", size <= 24 * mentioned)
     table.notes.append(
-        "The order-0 bound is that of the quantised updates above, by tensor. Where the bound alone is above 24 bytes, no file can have "
-        "24 bytes for each tensor. Tensors that do not change take no bytes of their own; the gaps between changes become longer."
+        "The order-0 bound of its changes is that of the quantised updates, by tensor. Where the bound alone is above 24 bytes, no file "
+        "can have 24 bytes for each tensor. Tensors that do not change take no bytes of their own; the gaps between changes become longer."
     )
     return table
 

@@ -1,4 +1,4 @@
-"""What a delta spends on tensors that do not change: nothing by name, and three bytes for each whole block of a group before a change."""
+"""A delta spends no bytes on tensors that do not change, but for three bytes on each whole block of a group before a change."""
 
 from __future__ import annotations
 
