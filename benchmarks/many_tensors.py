@@ -102,9 +102,9 @@ def _measure_quantised(tensors: int) -> Table:
             ]
         )
         name = f"{mentioned:,} tensors of {codes / 2e6:.1f} MB change"
-        table.check(f"{name}: at most 24 bytes for each beyond its changes", size - bound <= 24 * mentioned)
-        if bound <= 24 * mentioned:
-            table.check(f"{name}: at most 24 bytes for each in all", size <= 24 * mentioned)
+        table.check(f"{name}: at most 24 bytes for each, with its changes (is {size / mentioned:.1f})", size <= 24 * mentioned)
+        beyond = size - bound
+        table.check(f"{name}: at most 24 bytes for each beyond its changes (is {beyond / mentioned:.1f})", beyond <= 24 * mentioned)
     table.notes.append(
         "The order-0 bound of its changes is that of the quantised updates, by tensor. Where the bound alone is above 24 bytes, no file "
         "can have 24 bytes for each tensor. Tensors that do not change take no bytes of their own; the gaps between changes become longer."
