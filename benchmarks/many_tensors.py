@@ -12,18 +12,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from report import Table
-from workloads import synthetic_update
+from workloads import BF16, State, code_bound_bits, codes_of, synthetic_masters, synthetic_update, update_size
 
 import deltawire
 from deltawire import Publisher, Subscriber
+from deltawire.quantise import quantise_state
 
 ELEMENTS = 2048
 DENSITY = 0.01
 STEPS = 5
 """The versions of which the median counts."""
+LARGER = (512, 768)
+"""The shape of a matrix with 0.2 MB of 4-bit codes."""
+MADE = 128
+"""The different matrices of a quantised state, which has copies of them."""
 
 
-def measure(tensors: int) -> Table:
+def measure(tensors: int) -> list[Table]:
+    """Measure many tensors, and a tenth as many that are larger and quantised."""
+    return [_measure_times(tensors), _measure_quantised(tensors // 10)]
+
+
+def _measure_times(tensors: int) -> Table:
     table = Table(
         "many-tensors",
         f"{tensors:,} tensors of {ELEMENTS:,} bf16 weights, {DENSITY:.0%} changed: seconds, medians of {STEPS} versions",
@@ -68,6 +78,76 @@ def measure(tensors: int) -> Table:
     )
     table.check("a version has at most 24 bytes per tensor", size <= 24 * tensors)
     return table
+
+
+def _measure_quantised(tensors: int) -> Table:
+    table = Table(
+        "many-tensors-quantised",
+        f"{tensors:,} tensors of 4-bit codes (nvfp4), 0.005% of the codes of a tensor changed",
+        ["each tensor", "tensors that change", "changes in each", "bytes of the file for each", "order-0 bound", "beyond it"],
+    )
+    rows, columns = LARGER
+    for shape, share in (((rows, columns), 1), ((rows, columns), 10), ((rows // 2, columns), 1)):
+        size, bound, changed = _quantised_update(tensors, shape, share)
+        mentioned = len(range(0, tensors, share))
+        codes = shape[0] * shape[1]
+        table.rows.append(
+            [
+                f"{codes:,} codes, {codes / 2e6:.1f} MB",
+                f"{mentioned:,}",
+                f"{changed / mentioned:.1f}",
+                f"{size / mentioned:.1f}",
+                f"{bound / mentioned:.1f}",
+                f"{(size - bound) / mentioned:.1f}",
+            ]
+        )
+        name = f"{mentioned:,} tensors of {codes / 2e6:.1f} MB change"
+        table.check(f"{name}: at most 24 bytes for each, with its changes (is {size / mentioned:.1f})", size <= 24 * mentioned)
+        beyond = size - bound
+        table.check(f"{name}: at most 24 bytes for each beyond its changes (is {beyond / mentioned:.1f})", beyond <= 24 * mentioned)
+    table.notes.append(
+        "The order-0 bound of its changes is that of the quantised updates, by tensor. Where the bound alone is above 24 bytes, no file "
+        "can have 24 bytes for each tensor. Tensors that do not change take no bytes of their own; the gaps between changes become longer."
+    )
+    return table
+
+
+def _quantised_update(tensors: int, shape: tuple[int, int], share: int) -> tuple[int, float, int]:
+    """Return the bytes of a delta in which every `share`-th tensor changes, the order-0 bound of its changes in bytes, and their number."""
+    made = [_quantised_matrix(shape, seed) for seed in range(MADE)]
+    base: State = {}
+    new: State = {}
+    bound, changed = 0.0, 0
+    facts = [_codes_changed(old, now) for old, now in made]
+    for number in range(tensors):
+        layer = f"model.layers.{number // 256}.mlp.experts.{number % 256}.down_proj"
+        old, now = made[number % MADE]
+        kept = {name.replace("down_proj", layer, 1): tensor.copy() for name, tensor in old.items()}  # copies, because equal memory is tied
+        base |= kept
+        if number % share:
+            new |= kept
+            continue
+        new |= {name.replace("down_proj", layer, 1): tensor for name, tensor in now.items()}
+        bound += facts[number % MADE][0]
+        changed += facts[number % MADE][1]
+    return len(deltawire.encode_delta(base, new)), bound, changed
+
+
+def _quantised_matrix(shape: tuple[int, int], seed: int) -> tuple[State, State]:
+    """Return a matrix before and after an update that changes as many bf16 weights as a recorded one."""
+    size = shape[0] * shape[1]
+    old, new = (
+        {"down_proj.weight": masters.astype(BF16).reshape(shape)} for masters in synthetic_masters(size, update_size(0.0108, BF16), 1, seed)
+    )
+    before = {name: np.asarray(tensor) for name, tensor in quantise_state(old, "nvfp4").items()}
+    return before, {name: np.asarray(tensor) for name, tensor in quantise_state(new, "nvfp4", before).items()}
+
+
+def _codes_changed(before: State, after: State) -> tuple[float, int]:
+    """Return the order-0 bound of the changed codes of a matrix in bytes, and their number. Its scales must not change."""
+    assert all(np.array_equal(before[name], after[name]) for name in before if not name.endswith("weight_packed"))
+    old, new = (codes_of(state["down_proj.weight_packed"]) for state in (before, after))
+    return code_bound_bits(old, new, "e2m1") / 8, int(np.count_nonzero(old != new))
 
 
 def _updates(tensors: int) -> Iterator[NDArray[Any]]:

@@ -1,4 +1,7 @@
-"""Compare bits per changed weight of quantised updates with peers and the order-0 bound. Sizes include headers."""
+"""Compare bits per changed weight of quantised updates with peers and the order-0 bound, and measure what sticky scales cost.
+
+Sizes include headers, but for the last column.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,22 @@ from pathlib import Path
 import numpy as np
 from peers import DenseXor, GapXor, Int32Value, Peer
 from report import Table
-from workloads import BF16, Array, State, code_bound_bits, synthetic_masters, trace_steps, update_size
+from workloads import BF16, Array, State, code_bound_bits, codes_of, synthetic_masters, trace_steps, update_size
 
 import deltawire
-from deltawire.quantise import Recipe
+from deltawire.quantise import Recipe, quantisation_error
 from deltawire.quantise.layout import QuantisedLayout
 from deltawire.quantise.quantise import quantise_state
 
 RECIPES = ("fp8-block", "fp8-block-ue8m0", "fp8-channel", "fp8-tensor", "nvfp4", "mxfp4", "int4", "int4-128")
-LARGE = ("fp8-block", "nvfp4", "mxfp4", "int4", "int4-128")
+LARGE = (("fp8-block", "fp8-channel"), ("nvfp4", "mxfp4", "int4", "int4-128"))
+"""The recipes of the large state. Those of one tuple are in memory at once: two states of each, about 4 bytes per weight."""
 _PEERS: tuple[Peer, ...] = (DenseXor(), GapXor(), Int32Value())
 _BITS_OF_A_SCALE = 40
 """The bits that the order-0 bound counts for each scale that changes."""
+
+_HEADER = 72
+"""The bytes of a delta file before its body (docs/format.md)."""
 
 _SIDE = 4096
 _DENSITY = 0.0108
@@ -36,9 +43,16 @@ class _Sum:
     scales: int = 0
     scales_changed: int = 0
     state_bytes: int = 0
+    files: int = 0
     delta: int = 0
     bound: float = 0.0
     peers: list[int] = field(default_factory=lambda: [0] * len(_PEERS))
+    newest: State = field(default_factory=dict)
+
+    @property
+    def over_bound(self) -> float:
+        """The size of all files as a multiple of the order-0 bound."""
+        return 8 * self.delta / max(self.bound, 1)
 
     def row(self, name: str) -> list[str]:
         """Return the numbers of the table."""
@@ -49,36 +63,78 @@ class _Sum:
             f"{self.changed / self.weights:.4%}",
             f"{self.scales_changed / self.scales:.4%}",
             f"{8 * self.delta / changed:.2f}",
-            f"{8 * self.delta / max(self.bound, 1):.3f}",
+            f"{self.over_bound:.3f}",
             f"{full / (8 * self.delta):,.0f}×",
             *(f"{size / self.delta:.2f}×" for size in self.peers),
+            f"{8 * (self.delta - _HEADER * self.files) / max(self.bound, 1):.3f}",
         ]
 
 
-def measure(trace: Path | None) -> Table:
+def measure(trace: Path | None) -> list[Table]:
     """Measure recorded updates with every recipe; synthetic ones if there is no trace."""
     source = f"{trace.name}, the linear layers, all steps" if trace else f"synthetic, {_title(_SIDE**2)}"
-    table = _table("quantised-size", source)
+    table, errors = _table("quantised-size", source), _table_of_errors(source)
+    newest, widest = _newest_masters(trace), []
     for name in RECIPES:
-        for sticky in (True, False):
-            recipe = replace(Recipe.of(name), sticky=sticky)
+        totals: dict[str, _Sum] = {}
+        for kind in ("sticky", "fresh"):
+            recipe = replace(Recipe.of(name), sticky=kind == "sticky")
             updates = _recorded(trace, recipe) if trace else _synthetic(_SIDE**2, [recipe])[recipe.spelling]
-            table.rows.append(_measured(updates, recipe).row(f"{name}, {'sticky' if sticky else 'fresh'}"))
-    table.notes.append("Each file has a header of 72 bytes, which is 5% to 7% of a recorded update with 4-bit codes.")
-    return table
+            totals[kind] = _measured(updates, recipe)
+            table.rows.append(totals[kind].row(f"{name}, {kind}"))
+        _check(table, Recipe.of(name), totals)
+        widest.append(_add_error(errors, Recipe.of(name), totals, newest))
+    table.notes.append(f"Each file has a header of {_HEADER} bytes, which is 5% to 7% of a recorded update with 4-bit codes.")
+    errors.check("no scale is more than twice as wide as a fresh one", max(widest) <= 2)
+    return [table, errors]
 
 
 def measure_large(weights: int) -> Table:
     """Measure one synthetic update of this many weights, with sticky scales. Headers and tables hardly count at this size."""
     table = _table("quantised-size-large", f"synthetic, {_title(weights)}, sticky scales")
-    recipes = [Recipe.of(name) for name in LARGE]
-    updates = _synthetic(weights, recipes)
-    for recipe in recipes:
-        total = _measured(updates.pop(recipe.spelling), recipe)
-        table.rows.append(total.row(recipe.spelling))
-        limit = 1.06 if recipe.element == "e4m3" else 1.12
-        table.check(f"{recipe.spelling}: at most {limit} × the order-0 bound", 8 * total.delta <= limit * total.bound)
+    for names in LARGE:
+        recipes = [Recipe.of(name) for name in names]
+        updates = _synthetic(weights, recipes)
+        for recipe in recipes:
+            total = _measured(updates.pop(recipe.spelling), recipe)
+            table.rows.append(total.row(recipe.spelling))
+            _check(table, recipe, {"sticky": total})
     return table
+
+
+def _check(table: Table, recipe: Recipe, totals: dict[str, _Sum]) -> None:
+    limit = 1.06 if recipe.element == "e4m3" else 1.12
+    found = ", ".join(f"{kind} {total.over_bound:.3f}" for kind, total in totals.items())
+    table.check(
+        f"{recipe.spelling}: at most {limit} × the order-0 bound ({found})", all(total.over_bound <= limit for total in totals.values())
+    )
+
+
+def _table_of_errors(source: str) -> Table:
+    table = Table(
+        "quantisation-error",
+        f"Scales that stay and fresh ones: {source}",
+        ["recipe", "codes changed, fresh", "sticky", "scales changed, fresh", "sticky", "error, fresh", "sticky", "widest scale, × fresh"],
+    )
+    table.notes.append("Changes are the mean of all steps. The error is the relative error (`quantisation_error`) after the last step.")
+    return table
+
+
+def _add_error(table: Table, recipe: Recipe, totals: dict[str, _Sum], masters: State) -> float:
+    """Add a row, and return how wide the widest scale is, as a multiple of a fresh one."""
+    sticky, fresh = totals["sticky"], totals["fresh"]
+    found = quantisation_error(QuantisedLayout.of_state(recipe, masters), masters, sticky.newest)
+    table.rows.append(
+        [
+            f"`{recipe.spelling}`",
+            *(f"{total.changed / total.weights:.4%}" for total in (fresh, sticky)),
+            *(f"{total.scales_changed / total.scales:.3%}" for total in (fresh, sticky)),
+            f"{found.fresh_relative_error:.3%}",
+            f"{found.relative_error:.3%}",
+            f"{found.widest:.2f}",
+        ]
+    )
+    return found.widest
 
 
 def _table(name: str, source: str) -> Table:
@@ -86,7 +142,8 @@ def _table(name: str, source: str) -> Table:
         name,
         f"Quantised updates: {source}",
         ["recipe", "weights changed", "scales changed", "bits per change", "× order-0 bound", "smaller than the full state"]
-        + [f"{peer.name} is larger by" for peer in _PEERS],
+        + [f"{peer.name} is larger by" for peer in _PEERS]
+        + ["× order-0 bound, without headers"],
     )
     table.notes.append(
         "The order-0 bound is H(position | old exponent or 4-bit code) + H(step | the same), by tensor, and 40 bits for each changed scale."
@@ -104,10 +161,12 @@ def _measured(updates: Iterable[tuple[State, State]], recipe: Recipe) -> _Sum:
     for old, new in updates:
         delta = deltawire.encode_delta(old, new)
         total.delta += len(delta)
+        total.files += 1
         for name in new:
             _add(total, recipe, name, old[name], new[name])
         deltawire.apply_delta(old, delta)
         assert all(np.array_equal(_flat(old[name]), _flat(new[name])) for name in new), "not exact"
+        total.newest = new
     return total
 
 
@@ -124,7 +183,7 @@ def _add(total: _Sum, recipe: Recipe, name: str, old: Array, new: Array) -> None
         total.bound += _BITS_OF_A_SCALE * changed
         return
     if recipe.element != "e4m3":
-        before, after = _codes(before), _codes(after)
+        before, after = codes_of(before), codes_of(after)
     total.weights += before.size
     total.changed += int(np.count_nonzero(before != after))
     total.bound += code_bound_bits(before, after, recipe.element)
@@ -132,11 +191,6 @@ def _add(total: _Sum, recipe: Recipe, name: str, old: Array, new: Array) -> None
 
 def _flat(tensor: Array) -> Array:
     return tensor.reshape(-1).view(np.uint8)
-
-
-def _codes(packed: Array) -> Array:
-    """Return the 4-bit codes of packed bytes, the low half of each byte first."""
-    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1)
 
 
 def _recorded(trace: Path, recipe: Recipe) -> Iterator[tuple[State, State]]:
@@ -153,25 +207,36 @@ def _linear(state: State) -> State:
     return {name: tensor for name, tensor in state.items() if "_proj" in name}
 
 
+def _newest_masters(trace: Path | None) -> State:
+    """Return the weights after the last step that `measure` measures."""
+    if trace is None:
+        return list(_steps_of_matrix(0))[-1]
+    *_, (_, newest) = trace_steps(trace)
+    return _linear(newest)
+
+
 def _synthetic(weights: int, recipes: Sequence[Recipe]) -> dict[str, list[tuple[State, State]]]:
     """Return the second update of many square matrices for each recipe.
 
-    The weights are rounded to bf16 before they are quantised, as in the recorded updates. The first update after fresh scales is left out,
-    because it is not typical: the largest weight of each int4 group starts between two codes. The matrices are made one by one, because
-    the float32 weights take four times the memory.
+    The first update after fresh scales is left out, because it is not typical: the largest weight of each int4 group starts between two
+    codes. The matrices are made one by one, because the float32 weights take four times the memory.
     """
     states: dict[str, tuple[State, State]] = {recipe.spelling: ({}, {}) for recipe in recipes}
     for number in range(max(weights // _SIDE**2, 1)):
-        name = f"model.layers.{number}.mlp.down_proj.weight"
         last: dict[str, State | None] = {recipe.spelling: None for recipe in recipes}
-        for step, masters in enumerate(synthetic_masters(_SIDE**2, update_size(_DENSITY, BF16), 2, seed=number)):
-            weights_of_step = masters.astype(BF16)
+        for step, masters in enumerate(_steps_of_matrix(number)):
             for recipe in recipes:
-                made = _quantised({name: weights_of_step.reshape(_SIDE, _SIDE)}, recipe, last[recipe.spelling])
+                made = _quantised(masters, recipe, last[recipe.spelling])
                 last[recipe.spelling] = made
                 if step:
                     states[recipe.spelling][step - 1].update(made)
     return {spelling: [update] for spelling, update in states.items()}
+
+
+def _steps_of_matrix(number: int) -> Iterator[State]:
+    """Yield a matrix before and after each of two updates, rounded to bf16 as in the recorded updates."""
+    for masters in synthetic_masters(_SIDE**2, update_size(_DENSITY, BF16), 2, seed=number):
+        yield {f"model.layers.{number}.mlp.down_proj.weight": masters.astype(BF16).reshape(_SIDE, _SIDE)}
 
 
 def _quantised(state: State, recipe: Recipe, previous: State | None) -> State:

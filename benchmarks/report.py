@@ -10,6 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = ("benchmarks.md", "quantise.md", "scale.md")
+"""The pages of docs/ that have tables of results."""
 
 
 @dataclass
@@ -51,11 +53,11 @@ def show(table: Table) -> None:
 
 
 def keep(table: Table) -> None:
-    """Write a table to benchmarks/results/ and between its markers in docs/benchmarks.md or docs/scale.md."""
+    """Write a table to benchmarks/results/ and between its markers on the pages that have them."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{table.name}.json").write_text(json.dumps({"machine": machine()} | asdict(table), indent=1, ensure_ascii=False) + "\n")
     begin, end = f"<!-- {table.name} -->", f"<!-- end of {table.name} -->"
-    for page in (ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "scale.md"):
+    for page in (ROOT / "docs" / name for name in PAGES):
         text = page.read_text()
         if begin in text and end in text:
             head, rest = text.split(begin, 1)

@@ -175,6 +175,11 @@ def order0_bound_bits(base: Array, new: Array) -> float:
     return positions + steps
 
 
+def codes_of(packed: Array) -> Array:
+    """Return the 4-bit codes of packed bytes, the low half of each byte first."""
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(-1)
+
+
 def code_bound_bits(base: Array, new: Array, element: str) -> float:
     """Return the bits that an ideal order-0 coder needs for the codes of one quantised tensor, without its tables.
 

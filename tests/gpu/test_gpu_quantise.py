@@ -12,6 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator.build import compiler
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from deltawire.codec import using_codec
 from deltawire.codec.base import EncodeGroup
@@ -39,7 +41,7 @@ from deltawire.codec.gpu.codec import GpuCodec  # noqa: E402
 from deltawire.tensors.torch_types import to_torch  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "quantise"))
-from sample_weights import DTYPES, KINDS, make_weight  # noqa: E402
+from sample_weights import DTYPES, KINDS, MOVES, make_weight, walk  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if REAL else torch.device("cpu")
 GROUPED = ("nvfp4", "mxfp4", "int4", "int4-128")
@@ -124,6 +126,33 @@ def test_whole_states(spelling: str, on_gpu) -> None:
         expected = expected_of(state, spelling, previous)
         with on_gpu():
             check(quantise_state(to_gpu(state), spelling, to_gpu(previous)), expected)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    spelling=st.sampled_from(SPELLINGS),
+    dtype=st.sampled_from(sorted(DTYPES)),
+    rows=st.integers(1, 140),
+    groups=st.integers(1, 9),
+    moves=st.lists(st.tuples(st.sampled_from(MOVES), st.floats(1, 6)), min_size=1, max_size=3),
+    seed=st.integers(0, 99),
+)
+def test_any_steps_give_the_bytes_of_the_reference(spelling: str, dtype: str, rows: int, groups: int, moves, seed: int, on_gpu) -> None:
+    """From one version to the next, codes and scales are those of the reference, and so is the delta between them."""
+    width = Recipe.parse(spelling).group_size
+    columns = groups * width if width else 16 * groups - seed % 3
+    previous = None
+    for weight in walk((rows, columns), dtype, moves, seed):
+        state = {"a.weight": weight}
+        expected = expected_of(state, spelling, previous)
+        with on_gpu():
+            found = quantise_state(to_gpu(state), spelling, previous and to_gpu(previous))
+            check(found, expected)
+            if previous is not None:
+                with using_codec("reference"):
+                    delta = encode_many([(previous, expected)])
+                assert encode_many([(to_gpu(previous), found)]) == delta
+        previous = expected
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from deltawire.quantise.recipe import SPELLINGS
 from deltawire.quantise.row_shards import GroupShard, RowShard
 from deltawire.quantise.scales import Scales, choose_scales
 from deltawire.store.memory import MemoryStore
+from deltawire.tensors import torch_types
 from deltawire.tensors.bits import TensorPart, tensor_bits
 from deltawire.tensors.torch_types import to_torch
 
@@ -62,8 +64,8 @@ def held_by(state, rank):
     """Return half of the rows of each tensor, in its own memory. Edges are not at multiples of 512 bytes."""
     held = {}
     for name, tensor in state.items():
-        cut = len(tensor) // 2 * tensor[0].numel()
-        flat = tensor.view(-1)
+        cut = len(tensor) // 2 * math.prod(tensor.shape[1:])
+        flat = tensor.reshape(-1)
         held[name] = TensorPart(flat[:cut] if rank == 0 else flat[cut:], tuple(tensor.shape), 0 if rank == 0 else cut)
     return held
 
@@ -236,6 +238,56 @@ def test_ranks_do_not_write_codes_of_rows_that_begin_where_blocks_and_parts_do(r
         assert reader.version.digest == expected[-1]
 
 
+PLACES = {
+    "host": lambda name, rank: False,
+    "GPU": lambda name, rank: True,
+    "rank 0 on the GPU": lambda name, rank: rank == 0,
+    "rank 1 on the GPU": lambda name, rank: rank == 1,
+    "crosswise": lambda name, rank: ("q_proj" in name) == (rank == 0),
+}
+"""Which tensors a rank holds on the GPU."""
+
+
+@pytest.mark.parametrize("recipe", [None, "fp8-block", "nvfp4"])
+@pytest.mark.parametrize("snapshot", ["host", "device"])
+def test_shards_may_move_between_host_and_gpu(recipe, snapshot):
+    """From one version to the next, on both ranks or on one of them. Versions are those of a model that stays on the host."""
+    random = np.random.default_rng(4)
+    shapes = {f"self_attn.{each}_proj": (13, 32) for each in "kqv"} | {"mlp.down_proj": (131, 32)}
+    state = {f"model.layers.0.{name}.weight": random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    state["model.norm.weight"] = random.standard_normal(300).astype(np.float32)
+    places = ["GPU", "host", "rank 0 on the GPU", "rank 1 on the GPU", "crosswise", "host", "GPU"]
+    versions = [state]
+    for _ in places[1:]:
+        versions.append({name: array * np.float32(1.01) for name, array in versions[-1].items()})
+    versions[4] = {name: array.copy() for name, array in versions[3].items()}  # nothing changes, but everything moves
+    whole, parts = MemoryStore(), MemoryStore()
+    given = {"quantise": recipe, "attachments": {"config.json": b"{}"}, "options": WriterOptions(threads=1, segment_bytes=4000)}
+    with deltawire.Publisher(whole, **given) as publisher:
+        expected = [publisher.publish(each).digest for each in versions]
+
+    def work(ranks):
+        found = []
+        for job in (range(5), range(5, len(places))):  # copies of the second job are on the host first
+            with ShardedPublisher(ranks, parts, snapshot=snapshot, **given) as publisher:
+                for number in job:
+                    held = held_by(versions[number], ranks.rank)
+                    for name, part in held.items():
+                        if PLACES[places[number]](name, ranks.rank):
+                            held[name] = TensorPart(to_torch(part.elements.copy()).to(DEVICE), part.shape, part.start)
+                    found.append(publisher.publish(held).digest)
+                publisher.flush()
+        return found
+
+    with using_codec("auto"):
+        answers = run_ranks(SIZE, work)
+    for found in answers:
+        if isinstance(found, BaseException):
+            raise found
+        assert found == expected
+    assert read(parts) == read(whole)
+
+
 def held_by_third(state, rank):
     """Return some rows of each tensor. The edges of scales are not at multiples of 512 bytes."""
     held = {}
@@ -351,6 +403,10 @@ TABLE = {  # mode: copies of a shard while a version is published (baseline, and
     "background, device": ({"background": True, "snapshot": "device"}, (2, 0)),
     "quantised": ({"quantise": "fp8-block"}, (0, 1)),
     "quantised, device": ({"quantise": "fp8-block", "snapshot": "device"}, (1, 0)),
+    "shards on the host": ({}, (0, 1)),
+    "shards on the host, cast": ({"dtype": torch.bfloat16}, (0, 2)),
+    "shards on the host, background": ({"background": True}, (0, 2)),
+    "shards on the host, quantised": ({"quantise": "fp8-block"}, (0, 1)),
 }
 
 
@@ -362,15 +418,18 @@ def test_a_rank_holds_as_many_copies_of_its_shard_as_the_table_says(mode, monkey
     from deltawire.trainers import FSDPPublisher
 
     given, (on_the_gpu, on_the_host) = TABLE[mode]
+    is_on_host = mode.startswith("shards on the host")
+    device = torch.device("cpu") if is_on_host else DEVICE
+    if is_on_host and not REAL:  # otherwise all tensors count as tensors on the emulated GPU
+        monkeypatch.setattr(torch_types, "gpu_of", lambda tensor: None)
     model = {
-        "model.layers.0.mlp.down_proj.weight": torch.randn(128, 256, device=DEVICE),
-        "model.norm.weight": torch.ones(64, device=DEVICE),
+        "model.layers.0.mlp.down_proj.weight": torch.randn(128, 256, device=device),
+        "model.norm.weight": torch.ones(64, device=device),
     }
     own = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in model.values()]
     seen = []
     upload = append.upload_update
-
-    made = []
+    made, raw = [], []
 
     def watched(location, baseline, parts, *more, segments_of, **options):
         kept, sent = copies_in(baseline.parts, own), copies_in(parts, own)
@@ -381,6 +440,7 @@ def test_a_rank_holds_as_many_copies_of_its_shard_as_the_table_says(mode, monkey
             found = segments_of(indices)
             made.append(copies_in(found, own))
             assert sum(part.nbytes for part in found.values()) == sum(baseline.segments[index].raw for index in indices)
+            raw.extend(baseline.segments[index].raw for index in indices)
             return found
 
         return upload(location, baseline, parts, *more, segments_of=segments_of and segments, **options)
@@ -393,7 +453,10 @@ def test_a_rank_holds_as_many_copies_of_its_shard_as_the_table_says(mode, monkey
             publisher.flush()
             model["model.norm.weight"].mul_(2)
     assert seen == [[on_the_gpu, on_the_host]]
-    if "quantise" in given:  # scales, and the norm in bfloat16, are made on the GPU; codes are not written
+    if "quantise" in given and is_on_host:  # codes are written, one segment after the other
+        assert len(made) == len(raw) > 1
+        assert [each["host"] for each in made] == raw
+    elif "quantise" in given:  # scales, and the norm in bfloat16, are made on the GPU; codes are not written
         assert len(made) == (1 if "snapshot" in given else 2)
         assert sum(each["gpu"] for each in made) == 2 * 4 + 64 * 2
         assert {each["host"] for each in made} == {0}

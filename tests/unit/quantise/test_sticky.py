@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_weights import DTYPES
+from sample_weights import DTYPES, MOVES, walk
 
 from deltawire.dtypes import dtype_of_numpy
 from deltawire.quantise import Recipe
@@ -18,30 +18,7 @@ from deltawire.quantise.recipe import SPELLINGS
 from deltawire.quantise.reference import block_maxima, encode_codes, quantise_weight
 from deltawire.quantise.scales import Scales, choose_scales, numbers_of, width_ratio
 
-MOVES = ("noise", "grow one", "grow all", "shrink all", "shrink rows", "clear rows", "clear all", "nothing")
 FRESH = {spelling: Recipe.parse(spelling, sticky=False) for spelling in SPELLINGS}
-
-
-def walk(shape, dtype, moves, seed):
-    """Yield the weight before and after each move."""
-    rng = np.random.default_rng(seed)
-    weight = (rng.standard_normal(shape) * 0.02 * np.exp2(rng.integers(-3, 4, (shape[0], 1)))).astype(np.float32)
-    yield weight.astype(DTYPES[dtype])
-    for move, factor in moves:
-        rows = rng.random(shape[0]) < 0.3
-        if move == "noise":
-            weight = weight * (1 + 1e-3 * rng.standard_normal(shape))
-        elif move == "grow one":
-            weight = weight.copy()
-            weight[rng.integers(shape[0]), rng.integers(shape[1])] *= 20 * factor
-        elif move in ("grow all", "shrink all"):
-            weight = weight * (factor if move == "grow all" else 1 / factor)
-        elif move == "shrink rows":
-            weight = np.where(rows[:, None], weight / factor, weight)
-        elif move in ("clear rows", "clear all"):
-            weight = np.where(rows[:, None] | (move == "clear all"), 0, weight)
-        weight = np.clip(weight, -6e4, 6e4).astype(np.float32)
-        yield weight.astype(DTYPES[dtype])
 
 
 cases = given(
