@@ -23,7 +23,7 @@ _MTU = 9000
 _WHAT = [
     "Real: namespaces, TCP, an S3 server (SeaweedFS), all bytes, deltawire's publisher and readers, which check the hash of each file.",
     "About 1 B weights are encoded, decoded and written by this machine's cores, and all bits of all regions are compared. "
-    "Of more weights, three regions on these cores would measure the cores: versions are encoded ahead, regions fetch and check them, "
+    "With more weights, three regions on these cores would measure the cores: versions are encoded ahead, regions fetch and check them, "
     "and both deltas are charged the time of two cores for their encoding and decoding, measured with one block in this run, "
     "and the time of an H200 for writing the weights (docs/gpu-measurements.md).",
     "Emulated: the delay and the rate of links (benchmarks/wan/link.cpp), training, and generation at a fixed speed.",

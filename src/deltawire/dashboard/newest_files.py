@@ -26,7 +26,7 @@ class NewFile(NamedTuple):
 
 
 class NewestFiles:
-    """The files of one kind, interactions or feedback. A look that finds nothing takes a listing for each session that had new files lately.
+    """The files of one kind, interactions or feedback. A look that finds none takes a listing for each session that had new files lately.
 
     Parameters
     ----------

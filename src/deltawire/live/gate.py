@@ -132,7 +132,7 @@ class _Watch:
     evaluation: EvaluationResult | None = None
     is_evaluating: bool = False
     is_swept: bool = False
-    """Whether old evidence about earlier canaries was deleted since this one is watched."""
+    """Whether old evidence about earlier canaries was deleted since the gate began to watch this one."""
 
 
 class Gate:

@@ -79,7 +79,7 @@ class GateRecords:
     def sweep(self, before: float) -> None:
         """Delete the records about earlier canaries of this channel that were stored before a time of the store, in seconds.
 
-        No gate needs them: the canary that the channel stands at is never among them, and a decision about an earlier one can make no move.
+        No gate needs them: the canary that the channel names is never among them, and a decision about an earlier one can make no move.
         The records about one canary are deleted by rising number, so its decision goes last.
 
         Parameters

@@ -133,7 +133,7 @@ class CanaryTraffic:
             self._answers.append(_Answer(is_canary, interaction, stored, (file.gateway, file.number, index)))
 
     def add_feedback(self, file: FeedbackFile, stored: float) -> None:
-        """Add the feedback of a file. Of feedback of one caller with the same id, the first that was added counts.
+        """Add the feedback of a file. If a caller sends several with one id, the first that was added counts.
 
         Parameters
         ----------

@@ -92,7 +92,7 @@ class ChannelCopy:
         return copied
 
     def _copy_targets(self, reader: ChannelReader, newest: Commit) -> None:
-        """Copy the versions that the channel stands at and that rollbacks lead to. Those that the region gets later are left out."""
+        """Copy the versions that the channel names and that rollbacks lead to. Those that the region gets later are left out."""
         moves = (move for move in reader.targets() if move.target.seq <= newest.seq)
         for move in itertools.islice(moves, KEPT_TARGETS):
             with contextlib.suppress(ChainBroken):  # it names no version, so there is nothing to copy

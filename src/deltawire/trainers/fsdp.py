@@ -157,8 +157,8 @@ class FSDPPublisher:
         ----------
         model
             The module, or names and tensors. The tensors of a transformers model are published as `save_pretrained` writes them, even if
-            the live model has fused some. Tied weights of a module are published once, under their first name. Of tensors that are not
-            DTensors, those of rank 0 are published.
+            the live model has fused some. Tied weights of a module are published once, under their first name. Tensors that are not
+            DTensors are published by rank 0.
         step
             The trainer's step. It is recorded with the version.
         meta

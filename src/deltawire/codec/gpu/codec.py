@@ -22,7 +22,7 @@ from .resolution import GpuResolution, group_by_device
 
 
 class GpuCodec:
-    """A codec that works on the device of the tensors, on its own stream, while other streams go on.
+    """A codec that works on the device of the tensors, on its own stream, while other streams continue.
 
     A call starts after the work that the calling thread has put on its current stream. When a call returns, it has read all that it reads.
 

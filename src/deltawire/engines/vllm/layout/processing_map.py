@@ -10,7 +10,7 @@ values went. The live module is not touched.
 4. A last run with random values in all parameters must give exactly what the nests predict. So a result that was computed from two
    parameters is never taken for a permutation of one of them, even if it is one while all scales are equal.
 
-What fails any of these is *arithmetic*: the module must be processed again, or loaded anew. Modules whose processing only makes views are
+A module that fails any of these is *arithmetic*: it must be processed again, or loaded anew. Modules whose processing only makes views are
 not learnt here, because that needs no values (processing_views.py).
 """
 
