@@ -59,7 +59,7 @@ def updates(found: Sequence[Update]) -> Table:
         "All times are those of the slowest region.",
         "Tokens are shares of those over a network that costs nothing, in the loop that all methods share, with the measured times: "
         "generation takes the seconds in the heading, and training half of them.",
-        "Every method is charged its upload, beside encoding, and its decoding, beside fetching. "
+        "Every method is charged its upload, which overlaps encoding, and its decoding, which overlaps fetching. "
         "Full weights need no codec, four blocks of them were uploaded and the time of all was computed from that, "
         "and loading them takes no time here. "
         "XOR deltas: encoding was measured with one block on one core, and divided by two cores.",

@@ -47,7 +47,7 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
 
 
 def remarks(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of each docstring and comment of a Python module. Each paragraph of a docstring becomes one line of the text."""
+    """Yield the line and text of each docstring and comment of a Python module. Each paragraph of a docstring becomes one line."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             paragraphs = re.split(r"\n\s*(?:\n|-{3,}\n)\s*", node.value.value)

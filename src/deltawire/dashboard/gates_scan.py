@@ -28,7 +28,8 @@ _CANARIES_EVERY = 15
 class GatesScan:
     """Keeps the newest evidence about each canary.
 
-    A look that finds nothing new takes one listing for each channel that a gate has watched, and one more. Now and then it takes one for each canary.
+    A look that finds nothing new takes one listing for each channel that a gate has watched, and one more. Now and then it takes one for
+    each canary.
 
     Parameters
     ----------

@@ -109,7 +109,7 @@ class FSDPPublisher:
         on_event: OnEvent | None = None,
     ) -> None:
         self._served = None if dtype is None else wire_dtype(dtype)
-        self._dtype = None if quantise is not None else dtype  # masters are quantised as they are
+        self._dtype = None if quantise is not None else dtype  # master weights keep their type
         self._is_quantised = quantise is not None
         self._in_background = background
         self._device: SnapshotDevice = snapshot

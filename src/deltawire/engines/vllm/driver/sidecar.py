@@ -85,8 +85,8 @@ class Sidecar:
         The share of a GPU's time that staging may take while the server generates. None means 0.025: it costs
         generation little, and 8.2 billion weights take an H200 about 0.95 s instead of 0.2 s. 1 decodes as fast as possible.
     undo_bytes
-        The most memory, beside the weights, that each worker may use to keep its last updates. The server then goes back to the versions
-        before them at once, without the store. None means 512 MiB if it follows a channel, and otherwise 0.
+        The most memory, in addition to the weights, that each worker may use to keep its last updates. The server then goes back to the
+        versions before them at once, without the store. None means 512 MiB if it follows a channel, and otherwise 0.
     on_event
         Called with each event, on the thread where it happened.
     """

@@ -203,7 +203,7 @@ class _Study:
             raise NotLearnt(f"learning its layout needs about {needed / 1e9:.1f} GB, and {limit / 1e9:.1f} GB are free")
 
     def _is_memory_scarce(self) -> bool:
-        """Return whether results that are kept should be in host memory, because others do not fit beside them or they are large."""
+        """Return whether results that are kept should be in host memory, because others do not fit in addition or they are large."""
         size = sum(tensor.nbytes for tensor in self.raw.values())
         if self.device.type == "cuda" and size > _LARGE:
             return True

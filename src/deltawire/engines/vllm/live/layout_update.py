@@ -112,9 +112,9 @@ class LayoutUpdate:
     def add(self, names: Sequence[str], delta: DeltaBytes) -> tuple[Digest, Digest]:
         """Decode a file of a delta against the live weights. Changes nothing. Returns the digests of these tensors before and after.
 
-        A GPU works on a separate stream, so that generation continues. It decodes several files of direct tensors at once: `complete` decodes
-        the last ones, and raises their errors. Raises as `PreparedUpdate.add` does, and `EngineRefused` if the base of a tensor is not at
-        hand. After an error the update must not be used.
+        A GPU works on a separate stream, so that generation continues. It decodes several files of direct tensors at once: `complete`
+        decodes the last ones, and raises their errors. Raises as `PreparedUpdate.add` does, and `EngineRefused` if the base of a tensor is
+        missing. After an error the update must not be used.
 
         Parameters
         ----------
