@@ -60,6 +60,14 @@ def test_no_comment_begins_like_a_question():
     assert found == []
 
 
+def test_the_glossary_has_the_words_of_the_code_in_order():
+    words = re.findall(r"^\| ([^|]+) \| ", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)[1:]
+    assert words == sorted(words)
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    unused = [word for word in words if not re.search(re.sub("[ -]", "[ _-]?", word), code, re.IGNORECASE)]
+    assert unused == []
+
+
 def test_sentences_are_told_apart():
     text = "- One `a. B` sentence. And e.g. another (see §1.2). **Bold.** Done?\n| a. B. | C. D. |\n"
     assert one_sentence_per_line(text) == (
