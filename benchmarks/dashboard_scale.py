@@ -30,7 +30,7 @@ _STATE_BYTES = 16_000_000_000
 _DELTA_BYTES = 74_000_000
 _START = 1_700_000_000_000
 _LOOKS = 5
-"""The looks without news over which bytes are averaged."""
+"""The looks that find nothing new, over which bytes are averaged."""
 
 
 @dataclass(frozen=True, slots=True)

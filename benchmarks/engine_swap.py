@@ -57,8 +57,8 @@ class Sync(NamedTuple):
 class Method:
     """One method of syncing, and its measurements, a value per step.
 
-    `join` brings the server to a state from which this method can go on; this is not measured. `step` brings the current weights into the
-    server. It returns what that took.
+    `join` brings the server to a state from which this method can continue; this is not measured. `step` brings the current weights into
+    the server. It returns what that took.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Measure quantising on a GPU together with encoding: bfloat16 or float32 masters become a delta in host memory, or a version of a chain.
+"""Measure quantising on a GPU together with encoding: master weights become a delta in host memory, or a version of a chain.
 
     python benchmarks/gpu_quantise.py                    # 8.2 B weights, as in docs/gpu.md: 60 GB of GPU memory
     python benchmarks/gpu_quantise.py --elements 1e9     # on a smaller GPU
@@ -41,7 +41,7 @@ ROWS, COLUMNS = 14336, 4096
 
 @dataclasses.dataclass
 class Row:
-    """One recipe and type of masters; times in milliseconds, memory as a share of the published bytes."""
+    """One recipe and type of master weights; times in milliseconds, memory as a share of the published bytes."""
 
     recipe: str
     masters: str
@@ -49,7 +49,7 @@ class Row:
     changed: int = 0
     delta_bytes: int = 0
     read_ms: float = 0
-    """The time to read the masters once: torch's largest value of each matrix."""
+    """The time to read the master weights once: torch's largest value of each matrix."""
     quantise_ms: float = 0
     """Quantise segments into memory, one after the other, without encoding."""
     fused_ms: float = 0
@@ -85,7 +85,7 @@ def median_ms(work: Callable[[], object], rounds: int = 4) -> float:
 
 
 class Model:
-    """Matrices of masters, and what is published for them. `published` is the version before."""
+    """Matrices of master weights, and what is published for them. `published` is the version before."""
 
     def __init__(self, recipe: str, dtype: torch.dtype, elements: int) -> None:
         random = torch.Generator(DEVICE).manual_seed(1)

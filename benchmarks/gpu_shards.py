@@ -5,7 +5,7 @@
 
 Ranks hold rows of each weight, and by default the cuts go through blocks (`--rows`). They communicate by gloo. Times are those of the
 slower rank for one call of `publish`, by the clock of the host: the first version, which is a full checkpoint, and the median of the
-others. `peak` is the most memory of the GPU that a rank used beside its shards, as a share of their published bytes.
+others. `peak` is the most memory of the GPU that a rank used in addition to its shards, as a share of their published bytes.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _sharded(tensor: Any, mesh: Any) -> Any:
 
 
 class _PeakMemory:
-    """Gives a function that returns the most bytes of the GPU that were used within the context, beside those before it."""
+    """Gives a function that returns the most bytes of the GPU that were used within the context, in addition to those before it."""
 
     def __init__(self, device: str) -> None:
         self._is_gpu = device == "cuda"

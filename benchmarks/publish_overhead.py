@@ -108,7 +108,7 @@ def _table(nothing: list[Method], methods: list[Method], steps: int, state_bytes
 
     table = Table(
         "publish-overhead",
-        f"Training while publishing every step: {state_bytes / 1e6:.0f} MB of bf16 weights from fp32 masters, AdamW at {RATE:g}",
+        f"Training while publishing every step: {state_bytes / 1e6:.0f} MB of bf16 weights from fp32 master weights, AdamW at {RATE:g}",
         ["published", "seconds per step", "slower than nothing", "half of the rounds between", "more processor time", "training waits"],
     )
     base, base_work = _means(method.turns for method in nothing), _means(method.work for method in nothing)

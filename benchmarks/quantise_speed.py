@@ -1,4 +1,4 @@
-"""Measure quantising on the CPU, alone and with diff and encoding, in GB of masters per second, next to only reading the masters."""
+"""Measure quantising on the CPU, alone and with diff and encoding, in GB of master weights per second, next to only reading them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Best:
 
 
 class Beside:
-    """Runs some work in turns with only reading the masters.
+    """Runs some work in turns with only reading the master weights.
 
     The speed of reading differs from second to second, so each run is compared with reading right before and right after it.
     """
@@ -70,7 +70,7 @@ class Beside:
 
 
 class Workload:
-    """A trained model: masters after an update, and what was published for the masters before it."""
+    """A trained model: master weights after an update, and what was published for those before it."""
 
     def __init__(self, masters: dict[str, NDArray[np.float32]], spelling: str) -> None:
         self.masters = masters
@@ -107,7 +107,7 @@ def measure(elements: int, rounds: int) -> Table:
     names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in range(count)]
     before = {name: rng.standard_normal((ROWS, COLUMNS), np.float32) * np.float32(0.02) for name in names}
     work = {spelling: Workload(before, spelling) for spelling in SPELLINGS}
-    for array in before.values():  # the masters after an update, in the same memory
+    for array in before.values():  # the master weights after an update, in the same memory
         array += rng.standard_normal(array.shape, np.float32) * np.float32(6e-7)
     nbytes = sum(array.nbytes for array in before.values())
     reader, whole = NativeQuantiser(THREADS), Recipe.parse("fp8-tensor")
@@ -127,7 +127,8 @@ def measure(elements: int, rounds: int) -> Table:
     floor = f"{nbytes / reading.wall / 1e9:.1f}"
     table = Table(
         "quantise-speed",
-        f"Quantising {nbytes / 2**30:.2g} GiB of float32 masters, {THREADS} threads: GB of masters per second, best of {2 * rounds} runs; "
+        f"Quantising {nbytes / 2**30:.2g} GiB of float32 master weights, {THREADS} threads: "
+        f"GB of master weights per second, best of {2 * rounds} runs; "
         "shares of reading are medians",
         [
             "recipe",
@@ -138,7 +139,7 @@ def measure(elements: int, rounds: int) -> Table:
             "processor time, × reading",
             "delta, bytes per million weights",
         ],
-        [["only reading the masters", floor, "1.00", floor, "1.00", "1.00", ""]],
+        [["only reading the master weights", floor, "1.00", floor, "1.00", "1.00", ""]],
     )
     for spelling in SPELLINGS:
         alone, both = quantising[spelling], publishing[spelling]
@@ -146,7 +147,7 @@ def measure(elements: int, rounds: int) -> Table:
         more = f"{both.best.processor / reading.processor:.2f}"
         table.rows.append([spelling, *speeds, more, f"{sizes[spelling] / (nbytes / 4e6):.0f}"])
     both = publishing["fp8-block"]
-    goal = "fp8-block: quantise, diff and encode at 0.5 × the speed of reading the masters"
+    goal = "fp8-block: quantise, diff and encode at 0.5 × the speed of reading the master weights"
     table.check(f"{goal}, the median of runs beside readings (is {both.share:.2f})", both.share >= 0.5)
     best = reading.wall / both.best.wall  # the quotient of the table's columns
     table.check(f"fp8-block: the same, the best of its runs beside the best reading (is {best:.2f})", best >= 0.5)

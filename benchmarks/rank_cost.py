@@ -6,8 +6,8 @@ The model is like Kimi K2: 61 layers, 384 experts, fp8 with a scale for each blo
 All other weights are divided over the eight ranks of a host. Which blocks of which files a rank decodes follows from the rules of the
 format: files have whole tensors in the order of names (`cut_segments`), and payloads have blocks of elements of one type (docs/format.md).
 
-Rates are those of `results/gpu-codec.json`, and the size of the delta is that of `results/step-cost.json`. What was not measured is in
-`ASSUMED`.
+Rates are those of `results/gpu-codec.json`, and the size of the delta is that of `results/step-cost.json`. `ASSUMED` has what was
+not measured.
 """
 
 from __future__ import annotations

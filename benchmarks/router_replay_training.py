@@ -188,7 +188,7 @@ def table_of(folder: Path, weights: int, experts: int = EXPERTS) -> Table:
 
 
 def keep_steps(folder: Path) -> None:
-    """Write the numbers of each step beside the table."""
+    """Write the numbers of each step next to the table."""
     runs = {}
     for file in sorted(folder.glob("*.json")):
         steps = json.loads(file.read_text())

@@ -57,7 +57,7 @@ def _as_weights(name: str, bits: npt.NDArray[np.uint16]) -> Array:
 def synthetic_update(elements: int, density: float, dtype: npt.DTypeLike = BF16, seed: int = 0) -> tuple[Array, Array]:
     """Return flat weights before and after an optimizer step that changes the share `density` of them; `dtype` is bf16 or fp8 e4m3fn.
 
-    Weights are rounded from fp32 masters, which are normal, so within the cell of one rounded weight they are uniform. The
+    Weights are rounded from fp32 master weights, which are normal, so within the cell of one rounded weight they are uniform. The
     update is normal too, of the same size for every weight, as AdamW's is. A weight flips when it leaves its cell: the chance
     is |update| / ULP, which doubles with every exponent downwards. The size of the update is solved for `density`.
 

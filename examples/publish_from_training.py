@@ -38,7 +38,7 @@ def main(url: str) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            publisher.publish(model, step=step)  # copies the weights and returns; uploading goes on during the next step
+            publisher.publish(model, step=step)  # copies the weights and returns; uploading continues during the next step
             print(f"step {step}: loss {loss.item():.4f}")
         publisher.flush()
         version = publisher.version

@@ -4,7 +4,7 @@
     python tests/install_packages.py --requirements pyproject.toml --extra test
 
 uv gets pip's settings, because it does not read them itself: indexes, folders of wheels, certificates. If uv cannot be had or fails, pip
-installs the packages, and its messages are the ones that are shown. Of several such processes, one installs at a time.
+installs the packages, and its messages are the ones that are shown. Only one process installs at a time.
 """
 
 from __future__ import annotations

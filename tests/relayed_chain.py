@@ -15,7 +15,7 @@ from deltawire.format.records.channel_records import ChannelMove
 from deltawire.format.records.run_records import Run
 from deltawire.format.records.version_records import Commit
 from deltawire.relay import Relay
-from deltawire.relay.place_record import region_floor
+from deltawire.relay.region_records import region_floor
 from deltawire.store import Store, keys
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import FaultyStore

@@ -1,4 +1,4 @@
-"""Measures a link itself: the round-trip time, and the goodput of one TCP stream and of eight, beside the nominal values.
+"""Measures a link itself: the round-trip time, and the goodput of one TCP stream and of eight, next to the nominal values.
 
 It is also the program that runs at both ends: `python link_check.py serve`, and `python link_check.py fetch HOST PORT STREAMS SECONDS`.
 """

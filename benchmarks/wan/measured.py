@@ -31,7 +31,7 @@ class Codec:
     Parameters
     ----------
     encode, decode
-        The seconds of encoding a version, beside its upload, and of decoding it, beside its fetch.
+        The seconds of encoding a version during its upload, and of decoding it during its fetch.
     swap
         The seconds of writing it to the weights.
     """

@@ -23,7 +23,7 @@ _MTU = 9000
 _WHAT = [
     "Real: namespaces, TCP, an S3 server (SeaweedFS), all bytes, deltawire's publisher and readers, which check the hash of each file.",
     "About 1 B weights are encoded, decoded and written by this machine's cores, and all bits of all regions are compared. "
-    "Of more weights, three regions on these cores would measure the cores: versions are encoded ahead, regions fetch and check them, "
+    "With more weights, three regions on these cores would measure the cores: versions are encoded ahead, regions fetch and check them, "
     "and both deltas are charged the time of two cores for their encoding and decoding, measured with one block in this run, "
     "and the time of an H200 for writing the weights (docs/gpu-measurements.md).",
     "Emulated: the delay and the rate of links (benchmarks/wan/link.cpp), training, and generation at a fixed speed.",
@@ -59,7 +59,7 @@ def updates(found: Sequence[Update]) -> Table:
         "All times are those of the slowest region.",
         "Tokens are shares of those over a network that costs nothing, in the loop that all methods share, with the measured times: "
         "generation takes the seconds in the heading, and training half of them.",
-        "Every method is charged its upload, beside encoding, and its decoding, beside fetching. "
+        "Every method is charged its upload, which overlaps encoding, and its decoding, which overlaps fetching. "
         "Full weights need no codec, four blocks of them were uploaded and the time of all was computed from that, "
         "and loading them takes no time here. "
         "XOR deltas: encoding was measured with one block on one core, and divided by two cores.",

@@ -53,7 +53,7 @@ class Trainer:
         self._step = 0
         self._bytes = 0
         self._full_upload: float | None = None
-        """Seconds in which a block of full weights was stored, beside others."""
+        """Seconds in which a block of full weights was stored, together with others."""
         self._held: TrainersStore | None = None
         self._is_ahead = False
         self._ahead: list[int] = []

@@ -3,7 +3,7 @@
     python train.py MODEL_DIR BUCKET_URL VLLM_URL [STEPS [OUTPUT_DIR]]
 
 deltawire needs only the line with `weight_transfer`. The lines with `label_samples` report which versions made a sample.
-If the program is started again with the same output directory, it goes on from its newest checkpoint.
+If the program is started again with the same output directory, it continues from its newest checkpoint.
 """
 
 from __future__ import annotations

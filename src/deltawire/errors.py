@@ -70,7 +70,7 @@
     │   └── DecodingDiffers         after an update, it generates other tokens than its weights make
     ├── RewardError                 a reward function failed, or returned an invalid reward
     │   └── UnusableReward          it cannot be loaded, or needs a column that the dataset lacks
-    ├── FleetError                  the fleet's work cannot go on
+    ├── FleetError                  the fleet's work cannot continue
     │   ├── CorruptRollouts         a file of rollouts breaks a rule of docs/protocol.md
     │   ├── FleetTimeout            a round did not finish within the time limit
     │   └── FleetDeserted           all members left because of errors, and none came back
@@ -93,7 +93,7 @@
     │   ├── EngineLost              an engine was lost in the middle of an answer
     │   ├── GatewayBusy             the gateway has too much to do
     │   └── GatewayFull             the requests at once take all memory that the gateway may use
-    ├── TrainingError               training cannot begin, or cannot go on
+    ├── TrainingError               training cannot begin, or cannot continue
     │   ├── UnusableRows            rows of the dataset cannot be used for generation or training
     │   ├── UnusableSettings        settings do not fit the model, for example too long completions
     │   ├── UnusableModelFiles      members cannot build the model: its config or tokenizer is missing
@@ -446,7 +446,7 @@ class CommitOutcomeUnknown(PublishError):
 
 
 class ChannelMoved(PublishError):
-    """Somebody else moved the channel first. The channel stands where they moved it."""
+    """Somebody else moved the channel first. Their move stays."""
 
     hint = "Look at it with `deltawire channels URL`, and decide again."
 

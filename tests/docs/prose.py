@@ -5,17 +5,22 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 _END_OF_SENTENCE = re.compile(r"(?<=[a-z0-9`)\]*\"'%°²³⁴⁹])([.?!][)*]*) +(?=[A-Z`*\[(\"_+−0-9])")
 _CODE = re.compile(r"`[^`]*`")
 
+_OPENING = r"(?:Of|Who|Whoever|Whom|So many|So much|That it|That they|What (?!if|to|it))\b"
+
 STUMBLING_BLOCKS = {
-    r"^(?:[-*] |\d+\. )?(?:Who|So many|That it|Of it|Of these|Whoever does not)\b": "begin with a subject: who does what",
-    r"\b(?:has|have|had) not\b(?! (?:been|yet been)\b| \w+(?:ed|en|un|ne|ad|nt|ld|de|wn|me)\b)": "write 'does not have'",
+    rf"(?:^(?: *(?:[-*>] |\d+\. ))?|(?<=[.?!:] )|(?<=\| )){_OPENING}": "begin with a subject: who does what",
+    r"\b(?:has|have|had) not\b(?! (?:been|yet been)\b| \w+(?:ed|en|un|ne|ad|nt|ld|de|wn|me|ft|und)\b)": "write 'does not have'",
     r"\b(?:nobody|somebody) knows\b": "say what is unknown",
     r"\bwhat then\?": "say it",
     r"\bgoes? on\b(?! (?:the|a|to)\b)": "write 'continues'",
@@ -39,6 +44,17 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
             hidden = not hidden
         elif not hidden and line.strip() and not line.startswith(("|", "#", "<!--", "    ", "![", ":::")):
             yield number, line
+
+
+def remarks(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of each docstring and comment of a Python module. Each paragraph of a docstring becomes one line."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            paragraphs = re.split(r"\n\s*(?:\n|-{3,}\n)\s*", node.value.value)
+            yield from ((node.lineno, re.sub(r"\s+", " ", paragraph).strip()) for paragraph in paragraphs)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("#: ")
 
 
 def sentences(line: str) -> list[str]:

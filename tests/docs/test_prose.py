@@ -9,7 +9,7 @@ import re
 
 import pytest
 from markdown_blocks import PAGES, ROOT
-from prose import STUMBLING_BLOCKS, one_sentence_per_line, prose, sentences
+from prose import STUMBLING_BLOCKS, one_sentence_per_line, prose, remarks, sentences
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -22,7 +22,24 @@ def test_every_sentence_has_a_line(page):
 def test_no_sentence_makes_readers_stumble(page):
     lines = list(enumerate(page.read_text(encoding="utf-8").splitlines(), 1))
     found = [
-        f"{number}: {advice}: {line}" for number, line in lines for pattern, advice in STUMBLING_BLOCKS.items() if re.search(pattern, line)
+        f"{number}: {advice}: {line}"
+        for number, line in lines
+        if not line.startswith("#")
+        for pattern, advice in STUMBLING_BLOCKS.items()
+        if re.search(pattern, line)
+    ]
+    assert found == []
+
+
+def test_no_sentence_in_the_code_makes_readers_stumble():
+    """Docstrings and comments of Python."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {advice}: {text}"
+        for folder in ("src", "tests", "benchmarks", "examples")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for number, text in remarks(path.read_text(encoding="utf-8"))
+        for pattern, advice in STUMBLING_BLOCKS.items()
+        if re.search(pattern, text)
     ]
     assert found == []
 
@@ -41,6 +58,14 @@ def test_no_comment_begins_like_a_question():
         if opening.search(line)
     ]
     assert found == []
+
+
+def test_the_glossary_has_the_words_of_the_code_in_order():
+    words = re.findall(r"^\| ([^|]+) \| ", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)[1:]
+    assert words == sorted(words)
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    unused = [word for word in words if not re.search(re.sub("[ -]", "[ _-]?", word), code, re.IGNORECASE)]
+    assert unused == []
 
 
 def test_sentences_are_told_apart():

@@ -81,7 +81,7 @@ class SglangContract:
             return 200, {"message": "paused", "status": "ok"}
         if route == "/continue_generation":
             self._gate.open()
-            return 200, {"message": "goes on", "status": "ok"}
+            return 200, {"message": "continues", "status": "ok"}
         if route == "/model_info":
             return 200, {"model_path": self.model_path, "served_model_name": self.model_path, "weight_version": self.weight_version}
         if route == "/update_weights_from_disk":

@@ -1,4 +1,4 @@
-"""Acknowledged results that fail in training are excluded permanently, and the run goes on."""
+"""Acknowledged results that fail in training are excluded permanently, and the run continues."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Members are real processes that are killed, frozen, told to leave, or have wrong clocks.
 
-The run goes on, and no task is trained twice.
+The run continues, and no task is trained twice.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def test_exchanges_digest_what_they_write(name):
 
 
 def test_only_tensors_that_are_written_where_they_are_count_as_digested():
-    """One tensor is not written, one is written by way of a copy, and a whole group does not change."""
+    """One tensor is not written, one is written through a copy, and a whole group does not change."""
     rng, seeds = np.random.default_rng(4), np.arange(1, 4, dtype=np.uint64)
     kinds = [TYPES["BF16"], TYPES["F16"], TYPES["U8"]]
     pairs = [[pair(rng, kind, 5000, density) for _ in range(3)] for kind, density in zip(kinds, (0.02, 0.0, 0.02), strict=True)]

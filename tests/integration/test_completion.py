@@ -1,6 +1,6 @@
 """Shells complete commands, options and choices with the scripts that `deltawire --show-completion` prints.
 
-Bash is real. What zsh and fish ask for is asked as their scripts do, and in the real shells where they are installed.
+Bash is real. The questions of zsh and fish are asked as their scripts do, and in the real shells where they are installed.
 """
 
 from __future__ import annotations

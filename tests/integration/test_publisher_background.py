@@ -57,7 +57,7 @@ def test_in_the_background_the_newest_state_supersedes_one_that_waits():
         assert store.reached.wait(PATIENCE)
         waiting = [chain.publish(training.step(), step=step) for step in range(1, 5)]
         last = copied(training.state)
-        training.step()  # training goes on in place, because the snapshot has its own memory
+        training.step()  # training continues in place, because the snapshot has its own memory
         assert not first.done()
         with pytest.raises(TimeoutError):
             chain.flush(timeout=0.01)

@@ -14,7 +14,7 @@ from deltawire.format.records.canary_records import CanaryRecord, RecordedTokens
 from deltawire.format.records.channel_records import ChannelMove
 from deltawire.format.records.collection_records import Mark, Pin
 from deltawire.format.records.file_list import FileListRef
-from deltawire.format.records.gate_records import ChannelPlace, EvaluationResult, GateRecord, GroupMean, LimitFinding
+from deltawire.format.records.gate_records import ChannelPosition, EvaluationResult, GateRecord, GroupMean, LimitFinding
 from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, RecipeRecord, Signature, link_targets
 from deltawire.format.records.run_records import Epoch, Head, Run
 from deltawire.format.records.version_records import Commit, Shortcut
@@ -73,8 +73,8 @@ LISTED_SKIP = dataclasses.replace(SKIP, files=(), file_list=LISTED)
 GATE = GateRecord(
     id=ID,
     number=3,
-    canary=ChannelPlace("canary", 4, CommitRef(8, HASH, DIGEST)),
-    stable=ChannelPlace("stable", 2, CommitRef(7, OTHER, DIGEST)),
+    canary=ChannelPosition("canary", 4, CommitRef(8, HASH, DIGEST)),
+    stable=ChannelPosition("stable", 2, CommitRef(7, OTHER, DIGEST)),
     outcome="promote",
     why="solved:-0 holds",
     alpha=0.05,

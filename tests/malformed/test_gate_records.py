@@ -8,7 +8,7 @@ import pytest
 from record_samples import GATE
 
 from deltawire.errors import CorruptRecord
-from deltawire.format.records.gate_records import MOST_LIMITS, ChannelPlace, EvaluationResult
+from deltawire.format.records.gate_records import MOST_LIMITS, ChannelPosition, EvaluationResult
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ from deltawire.format.records.gate_records import MOST_LIMITS, ChannelPlace, Eva
         {"why": "a\nb"},
         {"why": "x" * 1501},
         {"stable": GATE.canary},
-        {"canary": ChannelPlace("can/ary", 4, GATE.canary.target)},
-        {"canary": ChannelPlace("canary", 4, dataclasses.replace(GATE.canary.target, digest=None))},
+        {"canary": ChannelPosition("can/ary", 4, GATE.canary.target)},
+        {"canary": ChannelPosition("canary", 4, dataclasses.replace(GATE.canary.target, digest=None))},
         {"limits": GATE.limits * (MOST_LIMITS + 1)},
         {"limits": (dataclasses.replace(GATE.limits[0], verdict="perhaps"),)},
         {"limits": (dataclasses.replace(GATE.limits[0], low=float("nan")),)},

@@ -207,11 +207,11 @@ def keep_dropped_leases(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(take_several_results_of_a_task, "unexpected error", 1, id="several results of a task"),
         pytest.param(begin_anew_when_resumed, "had acknowledged for it", 1, id="acknowledged results dropped"),
         pytest.param(train_before_it_is_acknowledged, "was not acknowledged", 0, id="training before the acknowledgement"),
-        pytest.param(sweep_what_is_still_needed, "not in the store|not for it|deleted while|does not go on", 0, id="sweeping too much"),
-        pytest.param(believe_every_date, "does not go on", 245, id="believing every date"),
+        pytest.param(sweep_what_is_still_needed, "not in the store|not for it|deleted while|does not continue", 0, id="sweeping too much"),
+        pytest.param(believe_every_date, "does not continue", 245, id="believing every date"),
         pytest.param(forget_rejections, "had rejected", 11, id="rejections forgotten"),
-        pytest.param(ask_for_a_lease_at_every_attempt, "does not go on", 1, id="a lease for every attempt"),
-        pytest.param(wait_for_stragglers, "does not go on", 282, id="waiting for stragglers"),
+        pytest.param(ask_for_a_lease_at_every_attempt, "does not continue", 1, id="a lease for every attempt"),
+        pytest.param(wait_for_stragglers, "does not continue", 282, id="waiting for stragglers"),
     ],
 )
 def test_the_simulation_finds_every_broken_rule(

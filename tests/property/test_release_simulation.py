@@ -30,7 +30,7 @@ from deltawire.gateway.feedback import FeedbackIntake
 from deltawire.gateway.journal import Journal, SealedFile
 from deltawire.gateway.uploads import Uploads
 from deltawire.live import gate as gate_module
-from deltawire.live.gate_records import GateRecords, PlacedRecord
+from deltawire.live.gate_records import GateRecords, StoredRecord
 from deltawire.live.gate_rules import Decision
 from deltawire.live.rules import join as join_rules
 from deltawire.store.base import Store
@@ -127,8 +127,8 @@ def serve_the_newest_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def move_without_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(self: GateRecords, record: Any) -> PlacedRecord:
-        return PlacedRecord(record, 0.0)  # no time is earlier
+    def write(self: GateRecords, record: Any) -> StoredRecord:
+        return StoredRecord(record, 0.0)  # no time is earlier
 
     monkeypatch.setattr(GateRecords, "write", write)
 

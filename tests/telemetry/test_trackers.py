@@ -242,7 +242,7 @@ thread = threading.Thread(target=logger, args=[Event("trained", {"step": 4, "los
 thread.start()
 thread.join()
 logger.close()
-trackio.log({"train/loss": 0.25, "train/global_step": 5})  # the run goes on
+trackio.log({"train/loss": 0.25, "train/global_step": 5})  # the run continues
 trackio.finish()
 print(json.dumps([SQLiteStorage.get_logs(project, "run") for project in ("own", "joined")]), file=sys.stderr)
 """

@@ -4,7 +4,7 @@
         ...                                             a request begins
         hold.wait()                                     a completion has 12 tokens, and makes no step any more
         ...                                             the server swaps
-    ...                                                 the completion goes on
+    ...                                                 the completion continues
 
 While the file named by DELTAWIRE_TEST_HOLD exists, EngineCore starts no step after a request has as many tokens as the file says. It
 answers calls meanwhile, also those to swap, as it does between any two steps.

@@ -199,7 +199,7 @@ def read_checkpoint(checkpoint: Path) -> Mapping[str, Any]:
     found = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (it has no other way to list names)
+            found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (it lists names only so)
     return found
 
 

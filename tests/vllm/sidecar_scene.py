@@ -226,5 +226,5 @@ class Scene:
 
     @property
     def cached_mirror(self) -> Path:
-        """The mirror that is made if there is no other way."""
+        """The mirror that is made if nothing else works."""
         return default_mirror((self.folder / "store").as_uri())

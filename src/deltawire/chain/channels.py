@@ -93,7 +93,7 @@ class ChannelReader:
                 yield self._read(number)[0]
 
     def targets(self) -> Iterator[ChannelMove]:
-        """Yield the moves that a rollback would go back to, the newest first, after the move that the channel stands at.
+        """Yield the moves that a rollback would go back to, the newest first, after the current move.
 
         A rollback leads to where the channel stood before the move that promoted its present target. So two rollbacks in a row lead
         further back, and not forth and back.

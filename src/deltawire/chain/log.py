@@ -248,7 +248,7 @@ class ChainLog(RecordReader):
             check_signature(epoch, self.trusted_keys)
         if epoch.resumed_from is not None and epoch.resumed_from >= commit.seq - 1:
             raise ChainBroken(
-                f"{epoch.describe()} in {self.store.url} says that it goes on from version {epoch.resumed_from}, its own or later."
+                f"{epoch.describe()} in {self.store.url} says that it continues from version {epoch.resumed_from}, its own or later."
             )
         return epoch.resumed_from
 

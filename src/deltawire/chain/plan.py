@@ -52,7 +52,7 @@ class Plan:
 def plan(have: int | None, target: int, edges: Iterable[Edge]) -> Plan:
     """Return the cheapest route to `target`, from version `have` or from nothing. Raises `VersionGone` if there is none.
 
-    Of several routes with the same cost, the one with fewer hops is taken, so that the result does not depend on the order of `edges`.
+    If several routes cost the same, the one with the fewest hops is taken, so that the result does not depend on the order of `edges`.
     """
     leaving: dict[int | None, list[Edge]] = defaultdict(list)
     for edge in edges:

@@ -101,7 +101,7 @@ def encode_rows(rows: RoutingRows, experts: NDArray[np.int16]) -> CodedRows:
     rows
         The facts about the rows.
     experts
-        The experts by token, layer and place. Values where nothing is recorded are not read.
+        The experts by token, layer and position. Values where nothing is recorded are not read.
     """
     alphabets = rows.alphabets
     native = _native_codec()
@@ -118,7 +118,7 @@ def encode_rows(rows: RoutingRows, experts: NDArray[np.int16]) -> CodedRows:
 
 
 def decode_rows(rows: RoutingRows, coded: CodedRows, *, threads: int = 1) -> NDArray[np.int16]:
-    """Return the experts by token, layer and place, ascending; −1 where nothing is recorded. Raises `CorruptRollouts`.
+    """Return the experts by token, layer and position, ascending; −1 where nothing is recorded. Raises `CorruptRollouts`.
 
     Parameters
     ----------

@@ -17,8 +17,8 @@ single_file      writes the page with its data as one file
 server           serves the page to browsers of this machine
 page/            HTML, CSS and JavaScript, which a browser loads as they are
 
-Everything in a store is hostile until it is checked. What is read in a look, kept in memory and sent to a browser has a limit, however long
-the chain is and however many members there are. Nothing here writes to the store.
+Everything in a store is hostile until it is checked. Limits bound what a look reads, what is kept in memory and what a browser gets,
+however long the chain is and however many members there are. Nothing here writes to the store.
 """
 
 from .observer import Observer, ObserverOptions

@@ -22,7 +22,7 @@ _AGAIN_LOOKS = 15
 
 
 class ChannelsScan:
-    """Keeps the channels of a run. A look without news takes one listing and one request for each channel, and one more listing.
+    """Keeps the channels of a run. A look that finds nothing new takes one listing and one request for each channel, and one more listing.
 
     Parameters
     ----------

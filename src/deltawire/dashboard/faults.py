@@ -78,7 +78,7 @@ def _channel_faults(channels: Sequence[Mapping[str, Any]]) -> Iterator[dict[str,
 def _live_faults(traffic: Mapping[str, Any], gates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     if traffic["damaged"]:
         files = f"{traffic['damaged']} file{'s' if traffic['damaged'] != 1 else ''} of live traffic"
-        yield _fault("warning", f"Nothing counts of {files}, the last of them {traffic['problem']}")
+        yield _fault("warning", f"{files} {'was' if traffic['damaged'] == 1 else 'were'} not counted; the last one: {traffic['problem']}")
     for gate in gates:
         if gate["problem"] is not None:
             yield _fault(

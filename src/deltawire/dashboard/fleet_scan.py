@@ -1,7 +1,7 @@
 """Reads a fleet for the page: heartbeats, rounds, leases, results and acknowledgements.
 
-A look reads only what has changed, and at most a fixed number of records, so a large fleet is read in several looks. What is known about
-tasks is kept after the trainer has swept their objects, up to a limit.
+A look reads only what has changed, and at most a fixed number of records, so a large fleet is read in several looks. Facts about tasks
+are kept after the trainer has swept their objects, up to a limit.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ _CANARIES_EVERY = 15
 class GatesScan:
     """Keeps the newest evidence about each canary.
 
-    A look without news takes one listing for each channel that a gate has watched, and one more. Now and then it takes one for each canary.
+    A look that finds nothing new takes one listing for each channel that a gate has watched, and one more. Now and then it takes one for
+    each canary.
 
     Parameters
     ----------
@@ -69,7 +70,7 @@ class GatesScan:
         """Return the channels that gates have watched. Each listing begins after the last possible record of the channel before."""
         found: list[str] = []
         after: str | None = None
-        for _ in range(2 * MOST_CHANNELS):  # other objects may lie there
+        for _ in range(2 * MOST_CHANNELS):  # the folder may hold other objects
             info = next(iter(self._log.store.list(live_keys.GATES, after=after)), None)
             if info is None or len(found) == MOST_CHANNELS:
                 break

@@ -11,13 +11,11 @@ from typing import NamedTuple
 
 from ..format.live_parts import MAX_NUMBER
 from ..store.base import ObjectInfo, Store
-from ..store.live_keys import LiveKey
+from ..store.live_keys import LiveKey, session_folder, start_of_file
 
 MOST_SESSIONS = 64
-_AFTER_ALL = "z"
-"""It comes after everything that may follow in the key of a file."""
 _SESSIONS_EVERY = 15
-"""New sessions are looked for, and sessions without news are asked again, in every 15th look."""
+"""New sessions are looked for, and sessions without new files are asked again, in every 15th look."""
 
 
 class NewFile(NamedTuple):
@@ -28,7 +26,7 @@ class NewFile(NamedTuple):
 
 
 class NewestFiles:
-    """The files of one kind, interactions or feedback. A look without news takes one listing for each session that had news lately.
+    """The files of one kind, interactions or feedback. A look that finds none takes a listing for each session that had new files lately.
 
     Parameters
     ----------
@@ -84,12 +82,12 @@ class NewestFiles:
         """Return the sessions that have files, a bounded number. Each listing begins after the last possible file of the one before."""
         found: list[str] = []
         after: str | None = None
-        for _ in range(2 * MOST_SESSIONS):  # other objects may lie there
+        for _ in range(2 * MOST_SESSIONS):  # the folder may hold other objects
             info = next(iter(self._store.list(self._prefix, after=after)), None)
             if info is None or len(found) == MOST_SESSIONS:
                 break
             parts = self._parse_key(info.key)
-            after = info.key if parts is None else f"{self._prefix}{parts.gateway}/{_AFTER_ALL}"
+            after = info.key if parts is None else start_of_file(self._prefix, parts.gateway, MAX_NUMBER + 1)
             if parts is not None and parts.gateway not in found:
                 found.append(parts.gateway)
         return found
@@ -122,8 +120,6 @@ class NewestFiles:
 
     def _after(self, session: str, number: int, most: int) -> list[NewFile]:
         """Return the first files of a session whose numbers are higher than this one."""
-        if number >= MAX_NUMBER:
-            return []
-        folder = f"{self._prefix}{session}/"
-        infos = islice(self._store.list(folder, after=f"{folder}{number:020}{_AFTER_ALL}" if number >= 0 else None), most)
+        after = start_of_file(self._prefix, session, number + 1)
+        infos = islice(self._store.list(session_folder(self._prefix, session), after=after), most)
         return [NewFile(info, parts) for info in infos if (parts := self._parse_key(info.key)) is not None]

@@ -42,7 +42,7 @@ class ObserverOptions:
     reading
         Which chain is accepted.
     window
-        The number of newest commits that are all read and shown. Of older ones, samples are read.
+        The number of newest commits that are all read and shown. Samples of older ones are read.
     detail_bytes
         The most bytes of files, and of weights, that are read to show the details of one version.
     """

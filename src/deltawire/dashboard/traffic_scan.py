@@ -38,7 +38,7 @@ _Row = TypeVar("_Row", "_Answers", "_Feedback")
 
 
 class _Read(NamedTuple, Generic[_File]):
-    """The bytes of a file have this hash, and it was read, or `problem` says why not."""
+    """The hash of a file; `problem` says why it could not be read."""
 
     blake3: str
     file: _File | None
@@ -234,7 +234,7 @@ def _newest_of(found: Sequence[NewFile]) -> list[NewFile]:
 
 
 def _row(rows: OrderedDict[Any, _Row], key: Any, make: Callable[[], _Row]) -> _Row:
-    """Return a row, which is made if it is missing. When there are too many, the one that was longest without news is dropped."""
+    """Return a row, which is made if it is missing. When there are too many, the one that was longest without new files is dropped."""
     found = rows.get(key)
     if found is None:
         found = rows[key] = make()

@@ -1,4 +1,4 @@
-"""Encoding a delta in a separate thread, while the caller goes on."""
+"""Encoding a delta in a separate thread, while the caller continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST = threading.TIMEOUT_MAX / 2
 
 
 class PendingDelta:
-    """A delta that a separate thread makes; on a GPU it uses a separate stream, so that the caller's streams go on.
+    """A delta that a separate thread makes; on a GPU it uses a separate stream, so that the caller's streams continue.
 
     Neither state may change before the delta is `done`. In a training loop, run the forward and backward pass, and call `result` before
     the optimizer writes. `start_delta` makes this object.

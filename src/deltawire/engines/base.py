@@ -8,7 +8,7 @@ A swap has five steps. `SwapController` runs them in this order:
 4. confirm: check that the engine has them
 5. resume
 
-If a step before `apply` fails, the engine goes on serving the old version. If `apply` or `confirm` fails, the change is reverted and the
+If a step before `apply` fails, the engine continues to serve the old version. If `apply` or `confirm` fails, the change is reverted and the
 engine serves the old version again. If the revert fails too, the engine stays paused (`EngineQuarantined`) until a full checkpoint has
 repaired it. A forward pass therefore never runs on a mix of two versions.
 
@@ -53,7 +53,7 @@ class Engine(abc.ABC):
         Parameters
         ----------
         swap
-            The replica hands every prepared change to it, and changes the engine's weights in no other way.
+            The replica hands every prepared change to it, and nothing else changes the engine's weights.
         """
 
     @abc.abstractmethod

@@ -29,7 +29,7 @@ class HotSwap:
     ...     made_by.versions
 
     The engine generates while updates are fetched, decoded and checked. It is paused only while they are written and confirmed. If a step
-    fails, the engine goes on with the last good version. If its weights are in an unknown state, it stays paused until the next sync
+    fails, the engine continues with the last good version. If its weights are in an unknown state, it stays paused until the next sync
     repairs them.
 
     Parameters

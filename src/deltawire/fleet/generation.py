@@ -93,7 +93,7 @@ class Generator(Protocol):
 
     @property
     def problem(self) -> Exception | None:
-        """Why the engine has no newer version. An error that is not `retryable` means that it cannot go on. None if nothing is wrong."""
+        """Why the engine has no newer version. An error that is not `retryable` means that it cannot continue. None if nothing is wrong."""
 
     def encode(self, rows: Sequence[Row]) -> list[list[int]]:
         """Return the prompts of rows as token ids. Raise `EngineError` for a row without a prompt.

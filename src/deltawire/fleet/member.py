@@ -65,7 +65,7 @@ class Score(Protocol):
 class Member:
     """Takes part in a run: it follows the policy, leases tasks, generates, scores and uploads.
 
-    The member leases the next task while the engine works, and uploads results beside the work on the next task.
+    The member leases the next task while the engine works, and uploads results during the next task.
 
     Events: "joined", "generating", "generated", "work-failed", "left", and those of the steps.
 

@@ -163,7 +163,7 @@ class Routing:
         sequences
             The tokens of the file.
         experts
-            For each completion the experts by token, layer and place, −1 where nothing was recorded; None if nothing was.
+            For each completion the experts by token, layer and position, −1 where nothing was recorded; None if nothing was.
         """
         if (why := layout.why_unusable()) is not None:
             raise ValueError(f"the routers have {why}")
@@ -201,7 +201,7 @@ class Routing:
         return len(self.sequences.tokens) * len(self.layout.layers) * self.layout.top_k
 
     def experts(self, *, threads: int = 2) -> list[NDArray[np.int16]]:
-        """Return the experts of each completion by token, layer and place, ascending within a row; −1 where nothing was recorded.
+        """Return the experts of each completion by token, layer and position, ascending within a row; −1 where nothing was recorded.
 
         The first tokens are those of the prompt. Raises `CorruptRollouts`.
 

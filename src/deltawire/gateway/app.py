@@ -199,7 +199,7 @@ class GatewayApp:
         await send_json(send, {"feedback_id": feedback.id})
 
     async def _take_otlp(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
-        """Take evaluation results of an OpenTelemetry exporter. What cannot be used is counted in the answer, as exporters expect."""
+        """Take evaluation results of an OpenTelemetry exporter. The answer counts unusable ones, as exporters expect."""
         kind = headers.get("content-type", "application/x-protobuf")
         is_traces = scope["path"] == "/v1/traces"
         body = await read_body(receive, headers, _MOST_OTLP_BODY, memory=memory)

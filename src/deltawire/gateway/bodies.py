@@ -21,7 +21,7 @@ Headers: TypeAlias = Mapping[str, str]
 BODY_SECONDS = 120.0
 """A body must be complete after this time. Otherwise a few callers who send slowly could take all places."""
 DISCARDED_SECONDS, DISCARDED_BYTES = 5.0, 64 << 20
-"""The time and the bytes for what is left of the body of a refused request (`discard_body`)."""
+"""The time and the bytes for the rest of a refused body (`discard_body`)."""
 _PIECE = 64 << 10
 _MOST_VALUES = 2_000_000
 """The most values of a JSON body. An empty list has 3 bytes in a body and 64 in memory."""
@@ -32,7 +32,7 @@ class CallerGone(Exception):
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """Return the headers of a request by their names in lower case. Of several with one name, the last counts."""
+    """Return the headers of a request by their names in lower case. If several have one name, the last counts."""
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
 
 

@@ -1,4 +1,4 @@
-"""Serves an ASGI application with uvicorn until an event is set. What comes before the body of a request has a limit."""
+"""Serves an ASGI application with uvicorn until an event is set. The head of a request has a limit."""
 
 from __future__ import annotations
 

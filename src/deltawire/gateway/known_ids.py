@@ -72,7 +72,7 @@ class KnownIds:
         """
         known = Known(time.monotonic() - age, caller)
         with self._lock:
-            self._inferences.setdefault(inference, known)  # whoever had an id first keeps it
+            self._inferences.setdefault(inference, known)  # the first caller keeps the id
             if len(self._inferences) > self._most:
                 self._inferences.popitem(last=False)
             if episode is not None:

@@ -8,7 +8,7 @@ from types import TracebackType
 from ..errors import GatewayFull, RequestTooLarge
 
 _PER_VALUE = 64
-"""The bytes of a value in memory, about: an empty list, or a number with its place in a list."""
+"""About the bytes that a value takes in memory: an empty list, or a number and its pointer in a list."""
 
 
 class MemoryBudget:
@@ -30,7 +30,7 @@ class MemoryBudget:
         return Reservation(self)
 
     def check(self, size: int, *, own: int = 0) -> None:
-        """Raise `GatewayFull` if so many more bytes do not fit now, and `RequestTooLarge` if they never fit beside the request's own."""
+        """Raise `GatewayFull` if this many more bytes do not fit now, `RequestTooLarge` if they never fit with the request's own."""
         if own + size > self.most:
             raise RequestTooLarge(f"the request needs about {own + size:,} bytes of memory; all requests together may take {self.most:,}.")
         if self.used + size > self.most:

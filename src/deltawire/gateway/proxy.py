@@ -177,7 +177,7 @@ class Proxy:
         try:
             async for data in events:
                 if room and not asked.memory.fits(min(room, len(data))):
-                    copies, room = [], 0  # the answer goes on, and is recorded without its text
+                    copies, room = [], 0  # the answer continues, and is recorded without its text
                 if room:
                     copies.append(data[:room])
                     room -= len(copies[-1])

@@ -1,4 +1,4 @@
-"""Makes files of interactions from the journal and puts them into the store, on a thread beside the answers."""
+"""Makes files of interactions from the journal and puts them into the store, on a separate thread."""
 
 from __future__ import annotations
 

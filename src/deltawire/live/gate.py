@@ -19,14 +19,14 @@ from ..chain.version import Version
 from ..errors import ChainBroken, ChannelMoved, NoChannel, StoreError
 from ..events import OnEvent, emit
 from ..format.records.channel_records import ChannelMove
-from ..format.records.gate_records import MOST_TEXT, ChannelPlace, EvaluationResult, GateRecord, LimitFinding
+from ..format.records.gate_records import MOST_TEXT, ChannelPosition, EvaluationResult, GateRecord, LimitFinding
 from ..format.records.live_records import Metric
 from ..format.records.record_parts import CommitRef
 from ..format.records.signing import SigningKey
 from ..format.records.version_records import Commit
 from ..publish.channels import ChannelWriter, Reason
 from ..store import keys
-from .gate_records import GateRecords, PlacedRecord
+from .gate_records import GateRecords, StoredRecord
 from .gate_rules import GatePolicy, Limit, Range, decide, judge
 from .gate_traffic import CanaryTraffic, Source
 from .traffic_reader import TrafficReader
@@ -42,7 +42,7 @@ State = Literal["waiting", "idle", "watching", "decided"]
 
 
 class Evaluator(Protocol):
-    """Evaluates a version beside the gate, such as `deltawire.cli`'s evaluation command."""
+    """Evaluates a version while the gate watches, such as `deltawire.cli`'s evaluation command."""
 
     def start(self, canary: Version, stable: Version, attempt: int) -> None:
         """Begin to evaluate the version of the canary, and return at once."""
@@ -119,20 +119,20 @@ class GateLook:
 class _Watch:
     """All that is known about the canary that is judged at present."""
 
-    canary: ChannelPlace
-    stable: ChannelPlace
+    canary: ChannelPosition
+    stable: ChannelPosition
     began: float
     records: GateRecords
     reader: TrafficReader
     traffic: CanaryTraffic
-    newest: PlacedRecord | None
+    newest: StoredRecord | None
     now: float
     written: float | None = None
     """When this process last wrote a record, by its own clock."""
     evaluation: EvaluationResult | None = None
     is_evaluating: bool = False
     is_swept: bool = False
-    """Whether old evidence about earlier canaries was deleted since this one is watched."""
+    """Whether old evidence about earlier canaries was deleted since the gate began to watch this one."""
 
 
 class Gate:
@@ -207,7 +207,7 @@ class Gate:
         if canary.kind != "promote" or canary.target == stable.target:
             self._forget()
             return GateLook("idle")
-        watch = self._watching(_place(canary), _place(stable))
+        watch = self._watching(_position(canary), _position(stable))
         if watch.newest is None or watch.newest.record.outcome == "continue":
             record = self._judge(watch)
             if not self._is_due(watch, record):
@@ -232,7 +232,7 @@ class Gate:
         if self._evaluator is not None:
             self._evaluator.stop()
 
-    def _watching(self, canary: ChannelPlace, stable: ChannelPlace) -> _Watch:
+    def _watching(self, canary: ChannelPosition, stable: ChannelPosition) -> _Watch:
         """Return what is known about this canary. For a new pair of versions, everything begins anew."""
         watch = self._watch
         if watch is not None and (watch.canary, watch.stable) == (canary, stable):
@@ -242,7 +242,8 @@ class Gate:
         self._sources = tuple(
             Source.find(limit.name, declared, values=options.ranges.get(limit.name), wait=options.wait) for limit in self._policy.limits
         )
-        began = max(self._log.store.head(keys.channel_key(place.channel, place.move)).modified.timestamp() for place in (canary, stable))
+        moves = [keys.channel_key(position.channel, position.move) for position in (canary, stable)]
+        began = max(self._log.store.head(move).modified.timestamp() for move in moves)
         records = GateRecords(self._log, canary, key=self._key, sleep=self._sleep)
         newest = records.newest()
         self._watch = watch = _Watch(
@@ -300,7 +301,7 @@ class Gate:
         done = watch.evaluation
         attempts = 0 if done is None else done.attempts
         if (done is None or done.passed is None) and attempts < self._policy.attempts:
-            canary, stable = (self._log.version(place.target.seq) for place in (watch.canary, watch.stable))
+            canary, stable = (self._log.version(position.target.seq) for position in (watch.canary, watch.stable))
             self._evaluator.start(canary, stable, attempts + 1)
             watch.is_evaluating = True
 
@@ -366,8 +367,8 @@ class Gate:
         A rollback leads to the present version of stable. So it is made although stable was moved.
         """
         promotes = record.outcome == "promote"
-        place = record.stable if promotes else record.canary
-        writer = ChannelWriter(self._log, place.channel, key=self._key, on_event=self._on_event, clock=self._clock)
+        position = record.stable if promotes else record.canary
+        writer = ChannelWriter(self._log, position.channel, key=self._key, on_event=self._on_event, clock=self._clock)
         for last in reversed(range(_TRIES)):
             expect = (self._stable if promotes else self._canary).newest().move
             canary, stable = standing(self._canary), standing(self._stable)
@@ -400,5 +401,5 @@ def standing(reader: ChannelReader) -> ChannelMove:
     return next(move for move in reader.history() if move.kind != "share")
 
 
-def _place(move: ChannelMove) -> ChannelPlace:
-    return ChannelPlace(move.channel, move.move, move.target)
+def _position(move: ChannelMove) -> ChannelPosition:
+    return ChannelPosition(move.channel, move.move, move.target)

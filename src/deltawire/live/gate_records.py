@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..chain.log import ChainLog
 from ..errors import CorruptRecord, DataMissing
-from ..format.records.gate_records import ChannelPlace, GateRecord
+from ..format.records.gate_records import ChannelPosition, GateRecord
 from ..format.records.run_records import check_same_run
 from ..format.records.signing import SigningKey, check_signature
 from ..store import live_keys
@@ -18,7 +18,7 @@ from ..store.create_rule import create_and_look
 _SWEPT_AT_ONCE = 1000
 
 
-class PlacedRecord(NamedTuple):
+class StoredRecord(NamedTuple):
     """A record, and when it was stored, by the store's clock, in seconds."""
 
     record: GateRecord
@@ -33,7 +33,7 @@ class GateRecords:
     log
         The chain. If its readers trust keys, records that none of them signed are refused (`SignatureInvalid`).
     canary
-        Where the canary stands.
+        The current move of the canary's channel.
     key
         The key to sign records with, if the chain is signed.
     sleep
@@ -41,14 +41,14 @@ class GateRecords:
     """
 
     def __init__(
-        self, log: ChainLog, canary: ChannelPlace, *, key: SigningKey | None = None, sleep: Callable[[float], object] = time.sleep
+        self, log: ChainLog, canary: ChannelPosition, *, key: SigningKey | None = None, sleep: Callable[[float], object] = time.sleep
     ) -> None:
         self._log = log
         self._canary = canary
         self._key = key
         self._sleep = sleep
 
-    def newest(self) -> PlacedRecord | None:
+    def newest(self) -> StoredRecord | None:
         """Return the newest record, or None if there is none. Raises `CorruptRecord` or `SignatureInvalid`."""
         folder = live_keys.gate_folder(self._canary.channel, self._canary.move)
         last = None
@@ -60,9 +60,9 @@ class GateRecords:
         data = self._log.object(last.key)
         if data is None:
             raise DataMissing(f"{last.key} was listed in {self._log.store.url}, but cannot be read.")
-        return PlacedRecord(self._checked(last.key, data), last.modified.timestamp())
+        return StoredRecord(self._checked(last.key, data), last.modified.timestamp())
 
-    def write(self, record: GateRecord) -> PlacedRecord:
+    def write(self, record: GateRecord) -> StoredRecord:
         """Create a record, and return the one that has its number then: this one, or that of another gate.
 
         Parameters
@@ -74,12 +74,12 @@ class GateRecords:
         check_signature(signed, self._log.trusted_keys)
         key = live_keys.gate_key(record.canary.channel, record.canary.move, record.number)
         found = create_and_look(self._log.store, key, signed.to_bytes(), sleep=self._sleep)
-        return PlacedRecord(self._checked(key, found), self._log.store.head(key).modified.timestamp())
+        return StoredRecord(self._checked(key, found), self._log.store.head(key).modified.timestamp())
 
     def sweep(self, before: float) -> None:
         """Delete the records about earlier canaries of this channel that were stored before a time of the store, in seconds.
 
-        No gate needs them: the canary that the channel stands at is never among them, and a decision about an earlier one can make no move.
+        No gate needs them: the canary that the channel names is never among them, and a decision about an earlier one can make no move.
         The records about one canary are deleted by rising number, so its decision goes last.
 
         Parameters

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..errors import UnusableGate
 from ..format.feedback import FeedbackFile
 from ..format.interactions import Interaction, Interactions
-from ..format.records.gate_records import ChannelPlace
+from ..format.records.gate_records import ChannelPosition
 from ..format.records.live_records import Metric
 from .gate_rules import Range
 from .rules.join import GRANULARITY, StoredFeedback
@@ -92,14 +92,14 @@ class CanaryTraffic:
     Parameters
     ----------
     canary
-        Where the canary stands.
+        The current move of the canary's channel.
     stable
-        Where the other channel stands.
+        The current move of the other channel.
     by_user
         Whether only the first answer of each user counts, because the answers of one user resemble each other.
     """
 
-    def __init__(self, canary: ChannelPlace, stable: ChannelPlace, *, by_user: bool = False) -> None:
+    def __init__(self, canary: ChannelPosition, stable: ChannelPosition, *, by_user: bool = False) -> None:
         self._groups = {canary.channel: (True, canary), stable.channel: (False, stable)}
         self._by_user = by_user
         self._answers: list[_Answer] = []
@@ -123,17 +123,18 @@ class CanaryTraffic:
             The store's time of the file, in seconds.
         """
         for index, (interaction, completion) in enumerate(zip(file.interactions, file.rollouts.completions, strict=True)):
-            is_canary, place = self._groups.get(interaction.channel or "", (False, None))
-            if place is None or self._counts[is_canary] >= MOST_ANSWERS:
+            is_canary, position = self._groups.get(interaction.channel or "", (False, None))
+            if position is None or self._counts[is_canary] >= MOST_ANSWERS:
                 continue
-            claimed = file.rollouts.versions.get(place.target.seq)
-            if {span.seq for span in completion.spans} != {place.target.seq} or claimed is None or claimed.digest != place.target.digest:
+            target = position.target
+            claimed = file.rollouts.versions.get(target.seq)
+            if {span.seq for span in completion.spans} != {target.seq} or claimed is None or claimed.digest != target.digest:
                 continue
             self._counts[is_canary] += 1
             self._answers.append(_Answer(is_canary, interaction, stored, (file.gateway, file.number, index)))
 
     def add_feedback(self, file: FeedbackFile, stored: float) -> None:
-        """Add the feedback of a file. Of feedback of one caller with the same id, the first that was added counts.
+        """Add the feedback of a file. If a caller sends several with one id, the first that was added counts.
 
         Parameters
         ----------

@@ -187,7 +187,7 @@ def plan(
     prices
         The prices of egress and GPUs.
     codec
-        How fast weights are encoded and decoded. None: with two cores beside each GPU.
+        How fast weights are encoded and decoded. None: with two cores for each GPU.
     seed
         Chooses the lengths of tasks of the fleet in virtual time, which gives the seconds of a step. None: use the formula alone.
     """

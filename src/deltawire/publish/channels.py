@@ -1,4 +1,4 @@
-"""Move channels: named pointers into a chain (docs/protocol.md §12). Needs no baseline, and may run beside any publisher."""
+"""Move channels: named pointers into a chain (docs/protocol.md §12). Needs no baseline, and may run while a publisher works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The writer of a chain: it claims an epoch, fences off earlier writers, and appends commits (docs/protocol.md §4)."""
+"""The writer of a chain: it claims an epoch, fences earlier writers, and appends commits (docs/protocol.md §4)."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class WholeWeights:
         kept_at = {role: np.where(fresh, np.uint64(0), memory.addresses) for role, memory in (old or {}).items() if memory is not None}
         table = self.table(sources.addresses[self._source_of] + self.starts, made_at, kept_at)
         if quantiser.quantise_weights(self.layout.recipe, table) is not None:
-            return None  # the other way says which weight is not finite
+            return None  # the other method says which weight is not finite
         found: dict[str, Tensor] = {}
         for role, arrays in made.items():
             found.update(zip(plain[role].names, arrays, strict=True))

@@ -16,7 +16,7 @@ from ..format.records.record_parts import MAX_EPOCH
 from ..format.records.version_records import Commit
 from ..store import keys
 from ..store.base import Store
-from .place_record import has_record, place_record, read_record
+from .region_records import has_record, put_record, read_record
 
 _LIST_EVERY = 30.0
 """Seconds between two looks for new channels. Moves of channels that are known are looked for each time."""
@@ -86,13 +86,13 @@ class ChannelCopy:
         for move in reversed(waiting):
             if move.target.seq > newest.seq:
                 break
-            place_record(self._target, keys.channel_key(name, move.move), move.to_bytes())
+            put_record(self._target, keys.channel_key(name, move.move), move.to_bytes())
             self._copied[name] = move.move
             copied += 1
         return copied
 
     def _copy_targets(self, reader: ChannelReader, newest: Commit) -> None:
-        """Copy the versions that the channel stands at and that rollbacks lead to. Those that the region gets later are left out."""
+        """Copy the versions that the channel names and that rollbacks lead to. Those that the region gets later are left out."""
         moves = (move for move in reader.targets() if move.target.seq <= newest.seq)
         for move in itertools.islice(moves, KEPT_TARGETS):
             with contextlib.suppress(ChainBroken):  # it names no version, so there is nothing to copy

@@ -23,8 +23,8 @@ from ..store import keys
 from ..store.base import Store
 from ..subscribe import Subscriber
 from .data_copy import DataCopy, has_object
-from .place_record import place_record, region_floor
 from .rebuild import State, rebuild_shard, rebuild_skip
+from .region_records import put_record, region_floor
 
 _WINDOW = 64
 """Shortcuts to this many versions before the newest are looked for each time. Older ones are looked for now and then."""
@@ -181,7 +181,7 @@ class ShortcutCopy:
             emit(self._on_event, "shortcut-failed", kind=kind, seq=seq, reason=str(error))
             return False
         key = keys.anchor_key(seq) if base is None else keys.skip_key(seq, base)
-        place_record(self._target, key, shortcut.to_bytes())
+        put_record(self._target, key, shortcut.to_bytes())
         emit(self._on_event, "shortcut-relayed", kind=kind, seq=seq, base=base, rebuilt=made.rebuilt, fetched=made.fetched)
         return True
 

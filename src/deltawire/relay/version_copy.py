@@ -42,7 +42,7 @@ from ..store.occupancy import refuse_occupied
 from ..subscribe.pin_keeper import PinKeeper
 from ..telemetry.trace_context import traced
 from .data_copy import DataCopy, finish
-from .place_record import has_record, place_record, raise_floor, read_record, region_floor
+from .region_records import has_record, put_record, raise_floor, read_record, region_floor
 
 _AHEAD_COMMITS, _AHEAD_BYTES = 64, 256 << 20
 """The data of at most this many commits, with about this many bytes, are copied before the oldest of them is complete."""
@@ -144,7 +144,7 @@ class VersionCopy:
         if not is_shown:
             refuse_occupied(self._target)
             probe(self._target)
-            place_record(self._target, keys.COPY, CopyRecord(self.log.run.id).to_bytes())
+            put_record(self._target, keys.COPY, CopyRecord(self.log.run.id).to_bytes())
         at = self._common_end(head)
         try:
             copied = self._copy_after(at, head, self._start(head, at, is_shown=is_shown), is_shown=is_shown)
@@ -187,7 +187,7 @@ class VersionCopy:
 
     def _show(self) -> None:
         """Show the chain to readers of the region, now that its newest commit has its data. Without this record there is no chain."""
-        place_record(self._target, keys.RUN, self.log.run.to_bytes())
+        put_record(self._target, keys.RUN, self.log.run.to_bytes())
 
     # Where to begin
 
@@ -271,7 +271,7 @@ class VersionCopy:
         entries = self._objects_of(start.record, hop, start.commit)
         self._data.copy(entries, self.log.limits, collected=was_collected(self.log, hop))
         if isinstance(start.record, Shortcut):
-            place_record(self._target, keys.anchor_key(start.seq), start.record.to_bytes())
+            put_record(self._target, keys.anchor_key(start.seq), start.record.to_bytes())
         return _size(entries)
 
     def _objects_of(self, record: Commit | Shortcut, hop: Hop, commit: Commit) -> list[FileEntry]:
@@ -389,7 +389,7 @@ class VersionCopy:
                 self._data.copy(entries, self.log.limits, collected=was_collected(self.log, hop))
             if hop.shortcut is not None:
                 key = keys.anchor_key(hop.target.seq) if hop.base is None else keys.skip_key(hop.target.seq, hop.base)
-                place_record(self._target, key, hop.shortcut.to_bytes())
+                put_record(self._target, key, hop.shortcut.to_bytes())
 
     def _collected(self, commit: Commit) -> WasCollected:
         return was_collected(self.log, Hop(commit, None, (), "commit"))
@@ -398,7 +398,7 @@ class VersionCopy:
         self._copy_epochs(commit)
         data = self.log.raw(commit.seq)
         assert data is not None
-        place_record(self._target, keys.commit_key(commit.seq), data)
+        put_record(self._target, keys.commit_key(commit.seq), data)
         self.newest = commit
         if is_last or commit.seq % _HEAD_EVERY == 0:
             self._target.put(keys.HEAD, Head(commit.seq).to_bytes(), durable=False)
@@ -419,7 +419,7 @@ class VersionCopy:
                 raise DataDamaged(f"{key} in {self.log.store.url} has other bytes when it is read once more.")
             if number == epoch:  # others may be claims that nobody used, and any writer may have put them there
                 self._check_epoch(key, data, commit)
-            place_record(self._target, key, data)
+            put_record(self._target, key, data)
         self._epochs = epoch
 
     def _check_epoch(self, key: str, data: bytes, commit: Commit) -> None:

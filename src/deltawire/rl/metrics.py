@@ -54,7 +54,7 @@ def published_metrics(facts: Mapping[str, float | None]) -> dict[str, str]:
 def printed_completions(collected: Batch, prompts: Prompts, most: int) -> Iterator[dict[str, Any]]:
     """Yield the fields of an event for some completions, spread over the step's results: at most one of each result, and `most` in all.
 
-    What users were answered is not shown.
+    Answers to users are not shown.
     """
     left = most
     for rows, rollouts in zip(collected.rows, collected.rollouts, strict=True):

@@ -19,8 +19,8 @@ Sums = dict[tuple[str, int], tuple[int, float]]
 class AlarmRule:
     """When a member's mismatch stands out.
 
-    A member is compared with the others on tokens of the same lag, because older policies differ more. What the others would have is the
-    median of their KLs at each lag. A member that few others can be compared with never stands out.
+    A member is compared with the others on tokens of the same lag, because older policies differ more. The KL that the others would
+    have is the median of theirs at each lag. A member that few others can be compared with never stands out.
 
     Parameters
     ----------

@@ -147,7 +147,7 @@ class _WithoutHooks(torch.nn.Module):  # type: ignore[misc]  # torch is not type
 
 
 def _biases(router: torch.nn.Module) -> int:
-    """Return how many biases the block passes to the router, beside the hidden states."""
+    """Return how many biases the block passes to the router, in addition to the hidden states."""
     parameters = list(inspect.signature(router.forward).parameters)[1:]
     if unknown := [name for name in parameters if not name.endswith("bias")]:
         raise TypeError(f"it needs {unknown[0]!r}")

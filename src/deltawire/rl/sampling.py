@@ -199,7 +199,7 @@ class Batch:
         tokens
             The token of each row.
         is_live
-            Whether each row goes on.
+            Whether each row continues.
         """
         self._input = tokens[:, None]
         self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)

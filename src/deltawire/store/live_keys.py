@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from ..format.live_parts import is_session
+from ..format.live_parts import MAX_NUMBER, is_session
 from ..format.records.record_parts import is_reader_name
 
 LIVE = "live/"
@@ -16,6 +16,9 @@ GATES = "live/gate/"
 
 CLOCK = "live/clock.json"
 """A hint that trainers write again and again, to learn the store's time."""
+
+_AFTER_ALL = "z"
+"""A suffix that sorts after every key of a file."""
 
 _HASH = r"([0-9a-f]{64})"
 _INTERACTIONS = re.compile(rf"live/interactions/([^/]+)/([0-9]{{20}})-{_HASH}\.bin")
@@ -39,12 +42,25 @@ class LiveKey(NamedTuple):
 
 def interactions_key(key: LiveKey) -> str:
     """Return the key of a file of interactions."""
-    return f"{INTERACTIONS}{_session(key.gateway)}/{_digits(key.number, 20)}-{key.blake3}.bin"
+    return f"{session_folder(INTERACTIONS, key.gateway)}{_digits(key.number, 20)}-{key.blake3}.bin"
 
 
 def feedback_key(key: LiveKey) -> str:
     """Return the key of a file of feedback."""
-    return f"{FEEDBACK}{_session(key.gateway)}/{_digits(key.number, 20)}-{key.blake3}.json"
+    return f"{session_folder(FEEDBACK, key.gateway)}{_digits(key.number, 20)}-{key.blake3}.json"
+
+
+def session_folder(prefix: str, gateway: str) -> str:
+    """Return the prefix of a session's files below `INTERACTIONS` or `FEEDBACK`. Raises ValueError for a name that sessions cannot have."""
+    return f"{prefix}{_session(gateway)}/"
+
+
+def start_of_file(prefix: str, gateway: str, number: int) -> str:
+    """Return a text that sorts before the key of a session's file with this number, and after the keys of the files before it.
+
+    Listings begin or end there. The text sorts after every file of the session if no key can have this number.
+    """
+    return session_folder(prefix, gateway) + (_digits(number, 20) if number <= MAX_NUMBER else _AFTER_ALL)
 
 
 def metrics_key(number: int) -> str:

@@ -34,7 +34,7 @@ _MOST_NOTES = 4096
 """Most keys of which the source is remembered."""
 
 _MOST_LISTED, _LONGEST_LISTING = 1 << 18, 60.0
-"""Most objects of a copy's listing, and the most seconds that it may take. A listing that goes on is not used."""
+"""Most objects of a copy's listing, and the most seconds that it may take. A listing that continues is not used."""
 
 
 class _TooSlow(StoreError):

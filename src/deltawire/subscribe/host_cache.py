@@ -215,7 +215,7 @@ class HostCache:
     ) -> tuple[int, bool]:
         """Fetch an object into its unfinished file, which this process has locked, give the file its name, and unlock it.
 
-        Returns a descriptor of the file, and whether it was fetched now. What came before an error stays, except for an error of the
+        Returns a descriptor of the file, and whether it was fetched now. Bytes that came before an error stay, except for an error of the
         directory.
         """
         signed = self._clock()

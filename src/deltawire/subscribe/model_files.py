@@ -111,7 +111,7 @@ class FollowedFiles(Generic[_Loaded]):
 def read_model_files(store: Store, *, seq: int | None = None, options: ReaderOptions | None = None) -> ModelFiles:
     """Read the files of one version. Raises the errors of `Subscriber.sync`, such as `NoChain` before the first version.
 
-    Of the weights, only the header of each file is fetched.
+    Only the header of each file of weights is fetched.
 
     Parameters
     ----------

@@ -85,12 +85,12 @@ def field_of(name: str) -> Callable[[Event], float | None]:
 
 
 def one(event: Event) -> float | None:
-    """Return 1: something happened, or is so."""
+    """Return 1: something happened, or the condition holds."""
     return 1.0
 
 
 def zero(event: Event) -> float | None:
-    """Return 0: something is no longer so."""
+    """Return 0: the condition has ended."""
     return 0.0
 
 

@@ -46,7 +46,7 @@ def traced(meta: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_trace(meta: dict[str, str], on_event: OnEvent | None, step: int | None) -> dict[str, str]:
-    """Return the metadata of a new version, with a context if a listener traces versions. A context that is there already stays.
+    """Return the metadata of a new version, with a context if a listener traces versions. An existing context stays.
 
     Parameters
     ----------

@@ -109,7 +109,7 @@ class FSDPPublisher:
         on_event: OnEvent | None = None,
     ) -> None:
         self._served = None if dtype is None else wire_dtype(dtype)
-        self._dtype = None if quantise is not None else dtype  # masters are quantised as they are
+        self._dtype = None if quantise is not None else dtype  # master weights keep their type
         self._is_quantised = quantise is not None
         self._in_background = background
         self._device: SnapshotDevice = snapshot
@@ -157,8 +157,8 @@ class FSDPPublisher:
         ----------
         model
             The module, or names and tensors. The tensors of a transformers model are published as `save_pretrained` writes them, even if
-            the live model has fused some. Tied weights of a module are published once, under their first name. Of tensors that are not
-            DTensors, those of rank 0 are published.
+            the live model has fused some. Tied weights of a module are published once, under their first name. Tensors that are not
+            DTensors are published by rank 0.
         step
             The trainer's step. It is recorded with the version.
         meta

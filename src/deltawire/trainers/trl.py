@@ -176,7 +176,7 @@ class DeltaWireTransfer:
         self._store = None
 
     def _on_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        is_cast = self._quantise is None and self._dtype is not None and tensor.is_floating_point()  # masters are quantised as they are
+        is_cast = self._quantise is None and self._dtype is not None and tensor.is_floating_point()  # master weights keep their type
         return tensor.detach().to(device="cpu", dtype=self._dtype if is_cast else tensor.dtype)
 
     def _wait(self, version: Version) -> None:

@@ -115,7 +115,7 @@ def test_a_queued_task_is_dropped_if_the_version_has_changed_meanwhile() -> None
     request = advance(steps, version(2))  # the version of the training step itself
     while isinstance(request, Put):
         request = advance(steps)
-    assert request == Sync(0)  # it goes on with the next task
+    assert request == Sync(0)  # it continues with the next task
     assert [event.name for event in events] == ["task-dropped"]
     assert me.working == {claim(1).attempt}
     assert isinstance(advance(steps, version(1)), Put)  # the version has changed again

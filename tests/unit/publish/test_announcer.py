@@ -67,7 +67,7 @@ def test_an_announcement_fits_into_a_record_however_many_files_there_are() -> No
 
 
 def test_nothing_waits_for_an_announcement_and_one_at_a_time_is_in_flight() -> None:
-    """The store does not answer the first put until everything was added. What was added meanwhile goes into the next one."""
+    """The store does not answer the first put until everything was added. Files that were added meanwhile go into the next one."""
     answer, arrived = threading.Event(), threading.Event()
     files: list[int] = []
 

@@ -75,7 +75,7 @@ def test_another_move_in_the_region_is_a_conflict() -> None:
 
 
 def chain_with_late_checkpoint() -> ChannelledChain:
-    """A chain whose copy begins with its last version, and a channel that stands at an earlier one."""
+    """A chain whose copy begins with its last version, and a channel that names an earlier one."""
     chain = ChannelledChain()
     chain.chain.anchor(chain.state(6))
     for version in (1, 3, 5):

@@ -20,7 +20,7 @@ from deltawire.errors import BadUrl, DataDamaged, MirrorError, NoChain, RelayCon
 from deltawire.events import Event
 from deltawire.format.records.signing import SigningKey
 from deltawire.relay import Relay, data_copy
-from deltawire.relay.place_record import region_floor
+from deltawire.relay.region_records import region_floor
 from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
 from deltawire.subscribe import Subscriber
@@ -314,7 +314,7 @@ def test_data_that_were_collected_before_they_were_copied_are_replaced_by_a_full
     chain.add_anchor(9)
     for entry in chain.commits[4].files:
         chain.lose(entry)
-    from deltawire.relay.place_record import raise_floor
+    from deltawire.relay.region_records import raise_floor
 
     raise_floor(chain.store, chain.run, 6, epoch=1)
     relay_once(chain.store, region)

@@ -13,7 +13,7 @@ from deltawire import Publisher
 from deltawire.errors import RelayConflict
 from deltawire.format.records.relay_records import CopyRecord
 from deltawire.format.records.run_records import Run
-from deltawire.relay.place_record import raise_floor, region_floor
+from deltawire.relay.region_records import raise_floor, region_floor
 from deltawire.store import keys
 from deltawire.store.base import ObjectInfo
 from deltawire.store.copies import Copy

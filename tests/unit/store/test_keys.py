@@ -1,4 +1,4 @@
-"""Only two modules build the keys of a store."""
+"""Only three modules build the keys of a store."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from pathlib import Path
 import deltawire
 
 SOURCE = Path(deltawire.__file__).parent
-OF_A_STORE = re.compile(r"(epoch|commit|anchor|skip|data|gc|pin|report|probe|fleet/[a-z]+)/|fleet/\(|fleet/board\.json")
+OF_A_STORE = re.compile(
+    r"(epoch|commit|anchor|skip|data|gc|pin|report|relay|canary|channel|probe|fleet/[a-z]+|live/[a-z-]+)/"
+    r"|fleet/\(|fleet/board\.json|live/clock\.json"
+)
+NUMBER_OF_A_KEY = re.compile(r"0(10|20|\{.*\})d?")
 NAMES_KEYS = {
     "store/keys.py",
     "store/fleet_keys.py",
+    "store/live_keys.py",
     "format/records/record_parts.py",  # it has patterns of the keys that records may name
     "format/records/fleet_parts.py",
+}
+NUMBERS_OTHER_NAMES = {
+    "gateway/journal.py",  # files on the gateway's own disk
+    "rl/checkpoints.py",  # files in a trainer's directory
 }
 
 
@@ -28,6 +37,13 @@ def strings_in(path: Path) -> Iterator[str]:
             yield node.value
 
 
+def number_formats_in(path: Path) -> Iterator[str]:
+    """Yield the formats of a module's f-strings, such as `020` of `{number:020}`. A width that is computed reads `{}`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FormattedValue) and isinstance(node.format_spec, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.format_spec.values)
+
+
 def test_keys_are_built_in_one_module_only():
     for path in SOURCE.rglob("*.py"):
         name = path.relative_to(SOURCE).as_posix()
@@ -35,4 +51,14 @@ def test_keys_are_built_in_one_module_only():
         if name in NAMES_KEYS:
             assert found, f"{name} no longer names keys: remove it from NAMES_KEYS"
         else:
-            assert not found, f"{name} builds a key from {found}: use store/keys.py or store/fleet_keys.py"
+            assert not found, f"{name} builds a key from {found}: use store/keys.py, store/fleet_keys.py or store/live_keys.py"
+
+
+def test_keys_are_numbered_in_the_store_only():
+    for path in SOURCE.rglob("*.py"):
+        name = path.relative_to(SOURCE).as_posix()
+        found = [text for text in number_formats_in(path) if NUMBER_OF_A_KEY.fullmatch(text)]
+        if name in NUMBERS_OTHER_NAMES:
+            assert found, f"{name} no longer numbers names: remove it from NUMBERS_OTHER_NAMES"
+        elif not name.startswith("store/"):
+            assert not found, f"{name} writes the number of a key as {found}: use store/keys.py, store/fleet_keys.py or store/live_keys.py"

@@ -37,8 +37,8 @@ def events(
 ) -> None:
     """Print what happens in a run, as far as its store alone shows it.
 
-    These are commits, full checkpoints, skips, collections, the reports of engines, and the members, rounds and batches of a fleet. Of
-    heartbeats only those are printed that tell a change. The command only reads. With --follow, it prints a notice if the store does not
+    These are commits, full checkpoints, skips, collections, the reports of engines, and the members, rounds and batches of a fleet. Only
+    heartbeats that tell a change are printed. The command only reads. With --follow, it prints a notice if the store does not
     answer, and tries again. With --metrics, it serves what the store tells of versions and members to Prometheus. Ctrl-C and SIGTERM end
     it with code 0.
     """

@@ -74,8 +74,8 @@ def follow(
 
     The shell command of --exec runs for each version. Its environment has DELTAWIRE_PATH (the checkpoint's directory, which does not change
     while the shell command runs), DELTAWIRE_VERSION, DELTAWIRE_STEP, DELTAWIRE_SEQ, DELTAWIRE_DIGEST and DELTAWIRE_URL. `follow` fetches
-    the next version when the shell command has ended. If the shell command fails, `follow` prints a notice and goes on; it runs the command
-    again for the next version, or when it is started again. With --once it then ends with code 1.
+    the next version when the shell command has ended. If the shell command fails, `follow` prints a notice and continues; it runs the
+    command again for the next version, or when it is started again. With --once it then ends with code 1.
     """
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending, ExitStack() as stack:
         from ...subscribe.mirror.mirror import Mirror

@@ -119,7 +119,7 @@ def gateway(
 ) -> None:
     """Answer OpenAI-compatible requests with engines that follow a chain, and record the answers in the store.
 
-    Each answer has an id, by which feedback can be sent later: POST /feedback. Everything that training needs is recorded beside the
+    Each answer has an id, by which feedback can be sent later: POST /feedback. Everything that training needs is recorded with the
     answers: token ids, log-probs, and the version of every token. Engines may swap weights, restart and come back; requests wait for them.
     The gateway also answers GET /metrics for Prometheus, and GET /healthz.
 

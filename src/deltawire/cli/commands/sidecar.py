@@ -90,7 +90,7 @@ def sidecar(
     ] = None,
     pause: Annotated[
         Pause,
-        typer.Option("--pause", help="At a swap, let running requests go on afterwards, finish them first, or abort them."),
+        typer.Option("--pause", help="At a swap, let running requests continue afterwards, finish them first, or abort them."),
     ] = Pause.keep,
     kv_cache: CacheOption = Cache.drop,
     confirm: Annotated[
@@ -108,7 +108,7 @@ def sidecar(
             min=0.001,
             max=1,
             metavar="X",
-            help="Let decoding take this share of the GPU's time: 0.025 by default, 1 as fast as possible.",
+            help="Let decoding take this share of the GPU's time: 0.025 by default, 1 decodes as fast as possible.",
             show_default=False,
         ),
     ] = None,

@@ -39,7 +39,7 @@ def top(
             "--count",
             min=1,
             metavar="N",
-            help="Show the fleet this many times, then end. The default is to go on until Ctrl-C.",
+            help="Show the fleet this many times, then end. The default is to continue until Ctrl-C.",
             show_default=False,
         ),
     ] = None,

@@ -82,7 +82,7 @@ def _check_writable(found: Examination, store: Store, key: str, offset: float, t
 
 
 def measure_reading(found: Examination, store: Store, key: str, size: int) -> None:
-    """Measure latency and bandwidth by reading the beginning of an object that is there already.
+    """Measure latency and bandwidth by reading the beginning of an existing object.
 
     Parameters
     ----------

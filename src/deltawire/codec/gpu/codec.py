@@ -22,7 +22,7 @@ from .resolution import GpuResolution, group_by_device
 
 
 class GpuCodec:
-    """A codec that works on the device of the tensors, on its own stream, while other streams go on.
+    """A codec that works on the device of the tensors, on its own stream, while other streams continue.
 
     A call starts after the work that the calling thread has put on its current stream. When a call returns, it has read all that it reads.
 
@@ -187,17 +187,17 @@ class _Width:
         first, blocks = self._taken, self._starts
         while self._taken + 1 < len(blocks) and blocks[self._taken + 1] <= self._encoded.done:
             self._taken += 1
-        return [(self._numbers[place], self._group(place)) for place in range(first, self._taken)]
+        return [(self._numbers[index], self._group(index)) for index in range(first, self._taken)]
 
     def _part(self, some: slice) -> BlockJob:
         return BlockJob(self._table, self._tensors, self._blocks[some], self._encoded)
 
-    def _group(self, place: int) -> EncodedGroup:
-        first = int(self._table.group_ends[place - 1]) if place else 0
-        sums = self._encoded.sums[first : self._table.group_ends[place]]
+    def _group(self, index: int) -> EncodedGroup:
+        first = int(self._table.group_ends[index - 1]) if index else 0
+        sums = self._encoded.sums[first : self._table.group_ends[index]]
         before = sums["before"].sum(axis=0, dtype=np.uint32)
         after = before + sums["change"].sum(axis=0, dtype=np.uint32)
-        pieces = self._encoded.payload(self._starts[place], self._starts[place + 1])
+        pieces = self._encoded.payload(self._starts[index], self._starts[index + 1])
         return EncodedGroup(pieces, sums["changed"].astype(np.int64), _lanes(before), _lanes(after))
 
 

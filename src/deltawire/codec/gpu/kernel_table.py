@@ -30,7 +30,7 @@ QUANTISED = np.dtype(
     ]
 )
 MAKES_SCALES, MAKES_BASE = 1, 2
-"""The `flags` of weights that stand for scales, or for elements of the base."""
+"""The `flags` of weights that are quantised to scales, or to elements of the base."""
 
 RUN = np.dtype(
     [("body", "u8")] + [(name, "u4") for name in ("tile0", "tiles", "top", "shift", "mask", "elements", "start", "mode", "block", "bytes")]

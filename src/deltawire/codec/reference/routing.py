@@ -42,7 +42,7 @@ def encode_rows(rows: RoutingRows, experts: NDArray[np.int16], choose: Callable[
 
 
 def decode_rows(rows: RoutingRows, coded: CodedRows) -> NDArray[np.int16]:
-    """Return the experts by token, layer and place, ascending; −1 where nothing is recorded. Raises `CorruptRollouts`."""
+    """Return the experts by token, layer and position, ascending; −1 where nothing is recorded. Raises `CorruptRollouts`."""
     starts, ends = np.cumsum([0, *rows.alphabets]), coded.ends.tolist()
     if len(ends) != rows.streams or [0, *ends] != sorted([0, *ends]) or ends[-1] != len(coded.data) or len(coded.lengths) != starts[-1]:
         raise CorruptRollouts("the streams of routed experts are not where they should be.")

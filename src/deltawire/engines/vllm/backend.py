@@ -87,8 +87,8 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     relays
         Copies of the chain that relays keep. The workers read from them if they are nearer than `url`.
     undo_bytes
-        The most memory that the last updates may take in each worker, beside its weights. The worker then goes back to the versions before
-        them at once. 0 keeps none.
+        The most memory that the last updates may take in each worker, in addition to its weights. The worker then goes back to the versions
+        before them at once. 0 keeps none.
     """
 
     mirror: str | None = None

@@ -3,7 +3,7 @@
 A draft whose weights are in the checkpoint of the model, such as an MTP layer, *follows* the chain: the same swap writes both, so the model
 of one version is never served with the draft of another. A draft with a checkpoint of its own, such as an EAGLE head, follows it too if the
 chain has a bundle `draft`, which holds the tensors of that checkpoint. Otherwise it stays as it is. Its proposals are then accepted less
-often as training goes on, but each token is still one of the model. Modules that it shares with the model, such as the embedding, are
+often as training continues, but each token is still one of the model. Modules that it shares with the model, such as the embedding, are
 modules of the model, and are written with it.
 """
 

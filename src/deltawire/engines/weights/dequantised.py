@@ -122,7 +122,7 @@ class ModuleForm:
         live = tensors.now()
         self._tied = tied_names(live)
         self._parts = {name for name in live if name in arrays and _weight_of(name) in live}
-        """Scales that the module holds beside its weights: compressed-tensors quantises activations, and weights once more, with them."""
+        """Scales that the module holds, too: compressed-tensors quantises activations, and weights once more, with them."""
         sources = {name: tensor for name, tensor in live.items() if name not in self._parts}
         own = _recipe(recipe, sources, arrays)
         absent = {name for name in self._tied if not _is_published(name, arrays)}

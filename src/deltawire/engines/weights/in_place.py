@@ -70,7 +70,7 @@ class InPlaceWeights:
         return self._tensors.complete(self.state)
 
     def digest(self, tensors: Mapping[str, Any]) -> Digest:
-        """Return the digest of live tensors. A GPU computes it on a separate stream, so that generation goes on."""
+        """Return the digest of live tensors. A GPU computes it on a separate stream, so that generation continues."""
         with GpuHandover(tensors).on_side_stream():
             return state_digest(tensors, threads=self._threads)
 

@@ -19,7 +19,7 @@ _SECONDS_BEFORE = 10.0
 class Desertion:
     """Counts how long no member has been alive after members left because of errors. Waiting for a first member is not counted.
 
-    Members that could not even begin count too, because they are the usual case of a run that can never go on. So any process that may
+    Members that could not even begin count too, because they are the usual case of a run that can never continue. So any process that may
     write a heartbeat can end a trainer that waits while no member is alive. Nothing is lost by that; `patience=math.inf` rules it out.
 
     Parameters

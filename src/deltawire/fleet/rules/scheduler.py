@@ -1,8 +1,8 @@
 """Decides how many tasks each member is offered: in proportion to the speed that the trainer itself has measured.
 
 Times are seconds of the fleet clock (`FleetClock`). Names and versions of members are what members say about themselves. A member that
-lies about its version gains only offers whose results are refused, and refused results count as no speed. What a member says about its
-speed is never used.
+lies about its version gains only offers whose results are refused, and refused results count as no speed. The scheduler never uses
+what a member says about its speed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The work of a trainer that collects rollouts, as steps (docs/protocol.md §10). `Coordinator` runs them over a real store.
 
-All that matters is in the store. If a trainer dies at any point, the next one reads the store and goes on from there.
+All that matters is in the store. If a trainer dies at any point, the next one reads the store and continues from there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CoordinatorSteps:
     trainer
         The trainer: its run, epoch, settings and keys.
     newest
-        The version in force. Training goes on from its step.
+        The version in force. Training continues from its step.
     ticks
         Returns seconds that never run backwards. Leases and heartbeats are judged by them.
     scheduler
@@ -109,7 +109,7 @@ class CoordinatorSteps:
         self.open_rounds.drop_before(version.step)
 
     def exclude(self, member: str, why: str) -> None:
-        """Offer a member nothing from now on, and refuse its results. What was acknowledged stays."""
+        """Offer a member nothing from now on, and refuse its results. Acknowledged results stay."""
         if member not in self._intake.excluded:
             self._intake.excluded[member] = why
             emit(self.trainer.on_event, "member-excluded", member=member, why=why)

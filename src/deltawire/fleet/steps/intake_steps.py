@@ -33,7 +33,7 @@ from .trainer_context import TrainerContext
 
 _FILES_PER_LOOK = 512
 _BYTES_PER_LOOK = 1 << 30
-"""One look reads about this many results and bytes. Then the trainer goes on with the rest of its work."""
+"""One look reads about this many results and bytes. Then the trainer continues with the rest of its work."""
 
 _FILES_AT_ONCE = MOST_TOGETHER
 _BYTES_AT_ONCE = 1 << 29

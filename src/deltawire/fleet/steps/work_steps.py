@@ -20,13 +20,13 @@ _LAST_TRIES = 3
 
 
 class TaskFailed(EngineUnavailable):
-    """A task failed, and the member has already reported why. It goes on with other work after a pause."""
+    """A task failed, and the member has already reported why. It continues with other work after a pause."""
 
 
 def work_steps(me: MemberState) -> Steps[None]:
     """Do the tasks of the queue, one after the other, until the member leaves. Run these steps `me.slots` times.
 
-    If a task fails, the member drops its lease, and goes on after a pause. Errors that are not retryable are raised.
+    If a task fails, the member drops its lease, and continues after a pause. Errors that are not retryable are raised.
     """
     failures = 0
     while True:

@@ -159,8 +159,8 @@ class EvaluationResult:
 
 
 @dataclass(frozen=True, slots=True)
-class ChannelPlace:
-    """Where a channel stands.
+class ChannelPosition:
+    """The current move of a channel, and its target.
 
     Parameters
     ----------
@@ -177,11 +177,11 @@ class ChannelPlace:
     target: CommitRef
 
     def plain(self) -> dict[str, Any]:
-        """Return the place as JSON values."""
+        """Return the position as JSON values."""
         return {"channel": self.channel, "move": self.move, "target": self.target.plain()}
 
     @classmethod
-    def of(cls, fields: Fields) -> ChannelPlace:
+    def of(cls, fields: Fields) -> ChannelPosition:
         """Read and check the values of a record.
 
         Parameters
@@ -189,11 +189,11 @@ class ChannelPlace:
         fields
             The fields of the object.
         """
-        place = cls(fields.matching("channel", READER), read_short(fields, "move"), CommitRef.of(fields.object("target")))
+        position = cls(fields.matching("channel", READER), read_short(fields, "move"), CommitRef.of(fields.object("target")))
         fields.done()
-        if place.target.digest is None:
+        if position.target.digest is None:
             fields.refuse("its target has no digest")
-        return place
+        return position
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +207,9 @@ class GateRecord(CanonicalRecord):
     number
         The number of the record among those of the canary, from 0 without gaps.
     canary
-        Where the canary stands.
+        The current move of the canary's channel.
     stable
-        Where the other channel stands.
+        The current move of the other channel.
     outcome
         "promote", "rollback" or "continue".
     why
@@ -234,8 +234,8 @@ class GateRecord(CanonicalRecord):
 
     id: str
     number: int
-    canary: ChannelPlace
-    stable: ChannelPlace
+    canary: ChannelPosition
+    stable: ChannelPosition
     outcome: str
     why: str
     alpha: float
@@ -278,8 +278,8 @@ class GateRecord(CanonicalRecord):
         found = cls(
             id=fields.matching("id", NONCE),
             number=read_short(fields, "number"),
-            canary=ChannelPlace.of(fields.object("canary")),
-            stable=ChannelPlace.of(fields.object("stable")),
+            canary=ChannelPosition.of(fields.object("canary")),
+            stable=ChannelPosition.of(fields.object("stable")),
             outcome=fields.text("outcome"),
             why=read_bounded(fields, "why", MOST_TEXT, 0),
             alpha=read_number(fields, "alpha"),

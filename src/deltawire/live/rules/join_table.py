@@ -61,7 +61,7 @@ class JoinTable:
         return len(self._feedback)
 
     def add_interaction(self, pending: Pending) -> None:
-        """Let an interaction wait for feedback. Of several with the same id and choice, the first that was stored counts.
+        """Let an interaction wait for feedback. If several have the same id and choice, the first that was stored counts.
 
         Parameters
         ----------

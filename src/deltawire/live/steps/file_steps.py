@@ -14,7 +14,7 @@ from blake3 import blake3
 from ...errors import DeltawireError, LimitExceeded, ObjectMissing
 from ...fleet.steps.requests import Steps, Together
 from ...store.base import ObjectInfo
-from ...store.live_keys import LiveKey
+from ...store.live_keys import LiveKey, start_of_file
 from ...store.requests import Get, List
 
 FILES_PER_LOOK = 1024
@@ -86,7 +86,7 @@ class LiveFiles:
         """
         for session, mark in marks.items():
             if mark > self.next_numbers.get(session, 0):
-                self._seen[session] = f"{self._prefix}{session}/{mark:020}"
+                self._seen[session] = start_of_file(self._prefix, session, mark)
                 self.next_numbers[session] = mark
 
     def read(self, most_files: int = FILES_PER_LOOK) -> Steps[tuple[list[FoundFile], bool]]:

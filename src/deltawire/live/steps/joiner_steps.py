@@ -203,18 +203,16 @@ class JoinerSteps:
         """
         now = yield from self._clock.now()
         for session in list(self._interactions.next_numbers):
-            first = f"{live_keys.INTERACTIONS}{session}/"
-            listed: list[ObjectInfo] = yield List(first, before=f"{first}{owners.first_needed(session):020}", most=_SWEPT_AT_ONCE)
-            yield from self._delete(listed, now)
+            yield from self._sweep_before(live_keys.INTERACTIONS, session, owners.first_needed(session), now)
         if not self._has_read_all:
             return
         needed = min(now, self.table.oldest())
         for session in list(self._feedback.next_numbers):
-            first = f"{live_keys.FEEDBACK}{session}/"
-            notes: list[ObjectInfo] = yield List(first, before=f"{first}{self._feedback.next_numbers[session]:020}", most=_SWEPT_AT_ONCE)
-            yield from self._delete(notes, needed)
+            yield from self._sweep_before(live_keys.FEEDBACK, session, self._feedback.next_numbers[session], needed)
 
-    def _delete(self, listed: Sequence[ObjectInfo], now: float) -> Steps[None]:
+    def _sweep_before(self, prefix: str, session: str, number: int, now: float) -> Steps[None]:
+        before = live_keys.start_of_file(prefix, session, number)
+        listed: list[ObjectInfo] = yield List(live_keys.session_folder(prefix, session), before=before, most=_SWEPT_AT_ONCE)
         old = tuple(info.key for info in listed if info.modified.timestamp() + self._options.retention < now)
         if old:
             yield Delete(old)

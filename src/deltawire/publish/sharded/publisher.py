@@ -123,7 +123,7 @@ class ShardedPublisher:
         self._on_event = on_event
         self._advice = Advice(on_event, has_dtype=True, refuse_nonfinite=refuse_nonfinite, threads=options.threads)
         if dtype is not None and quantise is None:
-            raise ValueError("dtype is the type of weights beside quantised ones. Without quantise, cast the weights before you pass them.")
+            raise ValueError("dtype is the type of the weights that stay. Without quantise, cast the weights before you pass them.")
         self._quantising = None if quantise is None else Quantising(quantise, dtype)
         self._splitter = Splitter(ranks)
         self._quantised = None if self._quantising is None else QuantisedParts(ranks, self._quantising, options.threads)

@@ -50,14 +50,14 @@ class UnwrittenForm:
         number_of = {name: number for number, name in enumerate(self.sources)}
         self.source_of = np.array([number_of[weight.source] for weight in whole.weights], np.int64)
         self.kept = np.array([number for number, output in enumerate(ordered) if output.weight is None], np.int64)
-        """The places of tensors that are not quantised."""
+        """The indices of tensors that are not quantised."""
         place = {output.name: number for number, output in enumerate(ordered)}
         self.made: dict[Role, list[Output]] = {
             role: [whole.layout.outputs[weight.outputs[role]] for weight in whole.weights] for role in whole.weights[0].outputs
         }
         """The outputs of all weights by role."""
         self.places = {role: np.array([place.get(form.name, -1) for form in forms], np.int64) for role, forms in self.made.items()}
-        """The place of each of them in the state; -1 if it is not in the state."""
+        """The index of each of them in the state; -1 if it is not in the state."""
         sizes = [(role, [form.nbytes for form in forms]) for role, forms in self.made.items() if role not in (*unwritten, "shape")]
         self.offsets: dict[Role, NDArray[np.uint64]] = {}
         """Where each output that is written begins in one piece of memory."""
@@ -240,7 +240,7 @@ class _Work:
 
 
 class _Tensors(Sequence[Tensor]):
-    """Tensors that are made on request, by their places in a state."""
+    """Tensors that are made on request, by their indices in a state."""
 
     def __init__(self, places: range, make: Callable[[int], Tensor]) -> None:
         self._places, self._make = places, make

@@ -69,7 +69,7 @@ class EngineModel:
         self._kernel.later(sum(lengths) / self.rate, self._generated, thread, request, lengths, self.version)
 
     def _fetched(self, thread: VirtualThread, version: KnownVersion) -> None:
-        """Swap a version in that was fetched beside other work."""
+        """Swap a version in that was fetched during other work."""
         if thread.process.running(self._fetched, thread, version):
             self.version = version
             self._is_fetching = False

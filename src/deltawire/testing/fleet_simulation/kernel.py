@@ -31,7 +31,7 @@ class Kernel:
 
 
 class Process:
-    """A process that runs steps in one or several virtual threads, until it ends or is killed. Requests that it has sent go on.
+    """A process that runs steps in one or several virtual threads, until it ends or is killed. Requests that it has sent continue.
 
     Parameters
     ----------

@@ -75,7 +75,7 @@ def plan_link_faults(world: World) -> float:
 def end_link_faults(world: World) -> None:
     """End all faults of links and relays.
 
-    Relays that are gone stay gone, some that show an old commit go on, and links that were slow from the start stay slow.
+    Relays that are gone stay gone, some that show an old commit continue, and links that were slow from the start stay slow.
     """
     for region in world.regions:
         region.link.mend()

@@ -46,7 +46,7 @@ class RelayModel:
         self.shown_old: int | None = None
         """If it is not None, the relay shows this old commit, whatever it has."""
         self.stays_old = False
-        """Whether it goes on to show an old commit when all other faults are over."""
+        """Whether it continues to show an old commit when all other faults are over."""
         self.process: Process | None = None
         self.progress_at = 0.0
         """When the relay last copied something, or found that it had everything."""

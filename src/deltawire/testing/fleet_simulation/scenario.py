@@ -198,7 +198,7 @@ def _run(world: World) -> None:
     world.kernel.run(fault_seconds + _PATIENCE, lambda: world.finished)
     if not world.finished:
         head = world.chain.head()
-        raise Violation(f"the run does not go on: it is at step {head.step if head else None} of {world.plan.last_step}.")
+        raise Violation(f"the run does not continue: it is at step {head.step if head else None} of {world.plan.last_step}.")
     if world.regions:
         judge_regions(world)
 
@@ -210,7 +210,7 @@ def _inject_fault(world: World) -> None:
 
 
 def _end_faults(world: World) -> None:
-    """End all faults. Members that break the rules go on; if there is no honest member, one joins."""
+    """End all faults. Members that break the rules continue; if there is no honest member, one joins."""
     world.log("", "all faults end")
     world.faults_over = True
     world.network.clear()

@@ -10,7 +10,7 @@ from ...store import fleet_keys
 from ...store.requests import Put, Sleep
 
 PIECES = 8
-"""A version crosses a link in this many pieces. A transfer that is cut goes on with the piece that it had begun."""
+"""A version crosses a link in this many pieces. A transfer that is cut continues with the piece that it had begun."""
 
 TRY_AGAIN = 5.0
 """Seconds until a relay or a reader tries again after the origin did not answer."""

@@ -161,8 +161,8 @@ class World:
     def start_trainer(self) -> None:
         """Start a trainer. It resumes from the newest checkpoint, or from an earlier one that the fleet must still support.
 
-        What was acknowledged is kept for `keep_steps` steps below the newest version whose publication its trainer knows, and the judge
-        demands it. No trainer is resumed from further back. Versions that a replaced trainer publishes get no checkpoint, and it deletes
+        Acknowledged results are kept for `keep_steps` steps below the newest version whose publication its trainer knows, and the judge
+        demands them. No trainer is resumed from further back. Versions that a replaced trainer publishes get no checkpoint, and it deletes
         nothing for them. So the newest checkpoint is near enough, also if it is more than `keep_steps` below the chain's newest version.
         """
         oldest = self.chain.highest_step - self.plan.options.keep_steps

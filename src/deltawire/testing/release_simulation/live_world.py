@@ -54,7 +54,7 @@ class Service:
 
 @dataclass(slots=True, kw_only=True)
 class LiveWorld(World):
-    """All parts of a run, beside those of every fleet. The settings and the random numbers determine everything that happens.
+    """All parts of a run, in addition to those of every fleet. The settings and the random numbers determine everything that happens.
 
     Parameters
     ----------

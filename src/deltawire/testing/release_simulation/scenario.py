@@ -176,7 +176,7 @@ def _explain_end(world: LiveWorld) -> None:
     head = world.chain.head()
     at = f"it is at step {head.step if head else None} of {world.plan.last_step}"
     if not world.is_trained:
-        raise Violation(f"the run does not go on: {at}.")
+        raise Violation(f"the run does not continue: {at}.")
     serving = {one.name: (one.channel, one.serving) for one in world.followers}
     moves = {name: [(move.kind, move.target.seq) for move in moves[-3:]] for name, moves in world.live.moves.items()}
     raise Violation(f"channels do not come to rest, or followers do not get there: {at}, moves end with {moves}, engines serve {serving}.")

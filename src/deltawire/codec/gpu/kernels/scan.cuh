@@ -17,7 +17,7 @@ struct ScanSpace {
 };
 
 // Master weights become elements before the comparison (masters.cuh). Their units are fetched to `masters`, and their elements go into a stage. There is room
-// for two units of 2-byte masters, or for one unit of 4-byte masters, whose successor is fetched when its elements are made: more thread blocks fit then.
+// for two units of 2-byte master weights, or for one unit of 4-byte ones, whose successor is fetched when its elements are made: more thread blocks fit then.
 struct MasterSpace : ScanSpace<true> {
     alignas(16) u8 masters[UNIT * 4];
 };
@@ -103,7 +103,7 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
         const u64 offset = (u64)(tile - x.tile0) * TILE;
         const u32 n = elements_in(x, tile), units = (n + UNIT - 1) / UNIT;
         const u32 master = MASTERS ? master_bytes(x) : 0;  // bytes of a master weight; 0 if `next` are elements, 1 if elements are scales
-        const u32 master_unit = master == 2 ? 2 * UNIT : 0;  // bytes from one unit of masters to the next one
+        const u32 master_unit = master == 2 ? 2 * UNIT : 0;  // bytes from one unit of master weights to the next one
         const u8* const base = x.base ? x.base + bytes_of(offset) : nullptr;
         const u8* const next = master ? x.next + master * offset : COMPARE ? x.next + bytes_of(offset) : base;
         const auto fetch = [&](u32 u) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ void scan_tiles(const Tiles& tiles, u16* elements, u3
                 }
             __syncwarp();
             const u8* const fetched = space.stages[u & 1][0];
-            const bool swapped = MASTERS && makes_base(masters);  // whether masters became the elements of the base
+            const bool swapped = MASTERS && makes_base(masters);  // whether master weights became the elements of the base
             const u8* const stage = swapped ? made : fetched;
             const u8* const next_stage = swapped ? fetched : made;
             const uint4* const multipliers = space.multipliers + u % (32 / DIGEST_BLOCKS) * DIGEST_BLOCKS;

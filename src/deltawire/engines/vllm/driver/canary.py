@@ -1,9 +1,9 @@
 """A check of what a server computes after an update, which no digest of its memory can show.
 
-CUDA graphs of the decoding steps hold addresses. If a tensor moved, they go on reading the old memory, while prompts are computed without
-these graphs from the new memory. So the server generates some tokens, which uses the graphs, and then gets the same tokens as prompts. The
-log-probs of both must agree, up to the rounding of different kernels. They can also be compared with those that a healthy server had with
-the same version (deltawire/chain/canaries.py). server_canary.py makes these checks after updates.
+CUDA graphs of the decoding steps hold addresses. If a tensor moved, they continue to read the old memory, while prompts are computed
+without these graphs from the new memory. So the server generates some tokens, which uses the graphs, and then gets the same tokens as
+prompts. The log-probs of both must agree, up to the rounding of different kernels. They can also be compared with those that a healthy
+server had with the same version (deltawire/chain/canaries.py). server_canary.py makes these checks after updates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ....format.records.canary_records import CanaryRecord, RecordedTokens
 from .token_route import read_choice
 
 PROMPTS = tuple(tuple(range(first, first + 8)) for first in (1, 5, 9, 17))
-"""Token ids that every vocabulary has. What they mean has no effect on the check."""
+"""Token ids that every vocabulary has. Their meaning has no effect on the check."""
 TOKENS = 8
 """The number of tokens that continue each prompt."""
 MOST_DIFFERENCE = 0.1

@@ -1,4 +1,4 @@
-"""How a vLLM server is brought to new versions."""
+"""Settings for updating a vLLM server."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ An update is *live*: the delta files of one hop go into the spool, the workers d
 This needs workers that have learnt the layout of their model, and a server whose version is known.
 
 Otherwise the server loads a full checkpoint: for its first version, unless it was started with one, and for repairs. The workers load it
-from the store (live/cold_start.py), or from a mirror if the user has named one. A mirror is also made if there is no other way: if the
+from the store (live/cold_start.py), or from a mirror if the user has named one. A mirror is also made if nothing else works: if the
 layout could not be learnt, so that deltas are of no use to the workers, if the spool cannot be used, or if the workers cannot load from
 the store.
 """

@@ -58,7 +58,7 @@ class Sidecar:
     mirror
         The directory of a mirror, from which the workers load full checkpoints: the first version, and repairs. They must be able to read
         it, and need no access to the store. With None, they load full checkpoints from the store, with their own credentials. A mirror in
-        this user's cache is then made only if there is no other way, and used if it exists (`default_mirror`).
+        this user's cache is then made only if nothing else works, and used if it exists (`default_mirror`).
     pause
         What happens to requests that the server is answering during a swap: "keep" continues them afterwards, "wait" finishes them first,
         "abort" ends them.
@@ -83,10 +83,10 @@ class Sidecar:
         Seconds that the workers may take to stage a version.
     gpu_share
         The share of a GPU's time that staging may take while the server generates. None means 0.025: it costs
-        generation little, and 8.2 billion weights take an H200 about 0.95 s instead of 0.2 s. 1 means as fast as possible.
+        generation little, and 8.2 billion weights take an H200 about 0.95 s instead of 0.2 s. 1 decodes as fast as possible.
     undo_bytes
-        The most memory, beside the weights, that each worker may use to keep its last updates. The server then goes back to the versions
-        before them at once, without the store. None means 512 MiB if it follows a channel, and otherwise 0.
+        The most memory, in addition to the weights, that each worker may use to keep its last updates. The server then goes back to the
+        versions before them at once, without the store. None means 512 MiB if it follows a channel, and otherwise 0.
     on_event
         Called with each event, on the thread where it happened.
     """
@@ -219,7 +219,7 @@ class Sidecar:
     def readiness(self) -> tuple[bool, dict[str, Any]]:
         """Return whether the server serves a version of the chain, and which one or why not. Any thread may call it.
 
-        An older version counts too: the server goes on with it while the next one cannot be fetched or loaded.
+        An older version counts too: the server continues with it while the next one cannot be fetched or loaded.
         """
         served = self.served
         if served is None or self._replica.controller.state in (SwapState.HALTED, SwapState.QUARANTINED):

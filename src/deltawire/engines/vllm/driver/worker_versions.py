@@ -16,7 +16,7 @@ _MOST_ADOPTED = 64
 
 
 def versions_back(workers: Sequence[WorkerStatus], target: Commit, context: SyncContext) -> list[Commit]:
-    """Return the versions on the way back to an earlier one, which comes last. Returns none unless all workers have kept this way.
+    """Return the versions between the present one and an earlier one, which comes last, or none if a worker did not keep all of them.
 
     Parameters
     ----------

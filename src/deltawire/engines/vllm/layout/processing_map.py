@@ -10,7 +10,7 @@ values went. The live module is not touched.
 4. A last run with random values in all parameters must give exactly what the nests predict. So a result that was computed from two
    parameters is never taken for a permutation of one of them, even if it is one while all scales are equal.
 
-What fails any of these is *arithmetic*: the module must be processed again, or loaded anew. Modules whose processing only makes views are
+A module that fails any of these is *arithmetic*: it must be processed again, or loaded anew. Modules whose processing only makes views are
 not learnt here, because that needs no values (processing_views.py).
 """
 
@@ -203,7 +203,7 @@ class _Study:
             raise NotLearnt(f"learning its layout needs about {needed / 1e9:.1f} GB, and {limit / 1e9:.1f} GB are free")
 
     def _is_memory_scarce(self) -> bool:
-        """Return whether results that are kept should be in host memory, because others do not fit beside them or they are large."""
+        """Return whether results that are kept should be in host memory, because others do not fit in addition or they are large."""
         size = sum(tensor.nbytes for tensor in self.raw.values())
         if self.device.type == "cuda" and size > _LARGE:
             return True

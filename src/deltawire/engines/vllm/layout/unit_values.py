@@ -1,7 +1,7 @@
 """Values for the units of raw parameters: neutral, random, or digits that encode positions.
 
 A storage is looked at as *words*: signed integers of the width of its units, or bytes for 4-bit units. Values are made in pieces, so that
-they need little memory beside the parameter.
+they need little memory in addition to the parameter.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class DirectPatches:
         resolution
             The changes. Nothing can be added to it afterwards.
         plans
-            What was decoded into it, with one call. Tensors of other plans are not digested while they are written.
+            The results of decoding into it, with one call. Tensors of other plans are not digested while they are written.
         """
         exchange = resolution.compact()
         for plan in plans if exchange is not None else ():
@@ -108,7 +108,7 @@ class DirectPatches:
         self._swapped = len(self._patches) - self._swapped
 
     def digest(self) -> Digest:
-        """Return the digest of all direct tensors. What `apply` has digested is not read again. Call both in the same thread."""
+        """Return the digest of all direct tensors. Tensors that `apply` has digested are not read again. Call both in the same thread."""
         if self._sums is None:
             return state_digest(self._tensors.state, threads=self._threads)
         sums = {number: found() for number, found in self._sums.items()}

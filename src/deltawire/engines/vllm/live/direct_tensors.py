@@ -35,7 +35,7 @@ class DirectTensors:
         """The names of tensors that have the same memory as an earlier one, each with the name of that one."""
         places = {name: set(_memory_of(tensors[name])) for pair in self.tied.items() for name in pair}
         self.repeated = frozenset(name for name, first in self.tied.items() if places[name] <= places[first])
-        """Tied tensors that have no other memory than the earlier one. What is written for that one is enough."""
+        """Tied tensors that have no other memory than the earlier one. Writing that one is enough."""
         self.sizes = np.array([tensor.numel() for tensor in self.by_name.values()], np.int64)
         """The number of elements of each tensor."""
         self.in_one_place = frozenset(name for name in self.by_name if len(tensors[name].placements) <= 1)

@@ -1,7 +1,7 @@
 """Tensors of the chain that workers cannot read from their own memory, as one copy on the host that all workers of a server share.
 
 A delta codes positions within runs of many elements, so a worker needs whole tensors to decode it, although tensor and expert parallelism
-give it only parts of them. What it does not hold, it reads here:
+give it only parts of them. It reads tensors that it does not hold here:
 
     FOLDER/NAME.bin    one tensor, mapped into memory by every worker that needs it; NAME is a hash of its name, type and shape
     FOLDER/NAME.claim  made by the worker that writes this tensor: the first one that needed it

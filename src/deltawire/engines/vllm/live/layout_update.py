@@ -112,9 +112,9 @@ class LayoutUpdate:
     def add(self, names: Sequence[str], delta: DeltaBytes) -> tuple[Digest, Digest]:
         """Decode a file of a delta against the live weights. Changes nothing. Returns the digests of these tensors before and after.
 
-        A GPU works on a separate stream, so that generation goes on. It decodes several files of direct tensors at once: `complete` decodes
-        the last ones, and raises their errors. Raises as `PreparedUpdate.add` does, and `EngineRefused` if the base of a tensor is not at
-        hand. After an error the update must not be used.
+        A GPU works on a separate stream, so that generation continues. It decodes several files of direct tensors at once: `complete`
+        decodes the last ones, and raises their errors. Raises as `PreparedUpdate.add` does, and `EngineRefused` if the base of a tensor is
+        missing. After an error the update must not be used.
 
         Parameters
         ----------
@@ -265,7 +265,7 @@ class LayoutUpdate:
         self.direct_change, self.mapped_change = Digest() - self.direct_change, Digest() - self.mapped_change
 
     def digest_direct(self) -> Digest:
-        """Return the digest of all direct tensors. What `apply` has digested is not read again."""
+        """Return the digest of all direct tensors. Tensors that `apply` has digested are not read again."""
         return self._patches.digest()
 
     def check(self, *, new: bool) -> None:

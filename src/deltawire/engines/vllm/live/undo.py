@@ -48,7 +48,7 @@ class LiveUndo:
     def __init__(self, most_bytes: int = 0) -> None:
         self.most_bytes = most_bytes
         self._kept: deque[StagedUpdate] = deque()
-        """The way back of each update."""
+        """The old values of each update."""
         self._dropped: list[StagedUpdate] = []
 
     @property

@@ -30,7 +30,7 @@ def has_record(store: Store, key: str, data: bytes | None) -> bool:
     return read_record(store, key) == data or read_record(store, key) == data
 
 
-def place_record(store: Store, key: str, data: bytes) -> None:
+def put_record(store: Store, key: str, data: bytes) -> None:
     """Create a record. A record with the same bytes is fine: this relay or another one wrote it. Raises `RelayConflict` for other bytes."""
     if create_and_look(store, key, data) != data and not has_record(store, key, data):
         raise RelayConflict(f"{key} in {store.url} is not the record that the chain has there.")
