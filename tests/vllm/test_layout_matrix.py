@@ -46,7 +46,7 @@ class Kept:
         self._tensors = {name: tensor.clone() for name, tensor in read_checkpoint(checkpoint).items()}
         self.held: set[str] = set()
 
-    def hold(self, wanted: TensorTable) -> str | None:
+    def hold(self, wanted: TensorTable, absent: TensorTable | None = None, near: Any = ()) -> str | None:
         self.held = set(wanted)
         return None
 
