@@ -232,7 +232,7 @@ def measure() -> Table:
         ),
         ("GPU memory for an update", f"{memory / 1e9:.2f} GB", f"{codec['resolve_memory']:.1%} of its weights, and two windows"),
         ("spool, per host", f"{2 * delta / 1e9:.1f} GB", "two deltas"),
-        ("weights kept in host memory, on each of the 8 hosts", _gigabytes(kept), "experts of other hosts that can share a block with a rank's own"),
+        ("weights kept in host memory, on each of the 8 hosts", _gigabytes(kept), "experts of other hosts near a rank's own"),
     ]
     table.rows = [list(row) for row in rows]
     table.notes = ["Rates with a star are assumptions."]

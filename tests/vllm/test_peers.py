@@ -384,7 +384,7 @@ def test_an_update_that_needs_a_tensor_that_was_left_out_is_refused_until_a_full
     old = [worker.held() for worker in apart.workers]
     outcomes = outcomes_of_a_step(apart)
     assert [found.outcome for found in outcomes] == ["refused"] * 3
-    assert all("which this worker has not kept" in str(found.error) for found in outcomes)
+    assert all("which this worker does not keep" in str(found.error) for found in outcomes)
     assert [worker.held() for worker in apart.workers] == old
     apart.together(lambda rank: load_newest(apart, rank))
     for _ in range(2):

@@ -92,7 +92,7 @@ class OwnBases:
         if name not in self._arrays:
             self._keeps_all = True
             raise EngineRefused(
-                f"the update needs tensor {name!r}, which this worker has not kept, because no block of a file should have elements of it "
+                f"the update needs tensor {name!r}, which this worker does not keep, because no block of a file should have elements of it "
                 "and of a tensor that the worker holds.",
                 hint="Load the version in full, as the sidecar does. From then on the worker keeps all tensors.",
             )
