@@ -12,11 +12,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from deltawire.quantise import QuantisedLayout, quantise_state
+
 State = dict[str, np.ndarray[Any, Any]]
 Config = dict[str, Any]
 
 _BF16, _F8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 _NAMES = {_BF16: "BF16", _F8: "F8_E4M3", np.dtype(np.float32): "F32"}
+_NAMES |= {np.dtype(np.uint8): "U8", np.dtype(np.int32): "I32", np.dtype(np.int64): "I64"}
+RECIPE = "deltawire_recipe"
+"""The key of a configuration that names the recipe by which the weights are quantised. vLLM ignores it."""
 _SHARD_BYTES = 2 << 30
 _POOL = ThreadPoolExecutor(min(16, os.cpu_count() or 1))
 
@@ -74,10 +79,16 @@ MODELS = {
     "moe-10b": _qwen3(_EXPERTS, experts=128, expert=768),
     "fp8-8b": _qwen3(_LARGE, fp8=True),
 }
+for _recipe in ("mxfp4", "nvfp4", "int4"):
+    MODELS[f"tiny-{_recipe}"] = {**_qwen3(_TINY), RECIPE: _recipe}
+    MODELS[f"tiny-moe-{_recipe}"] = {**_qwen3(_TINY, experts=8, expert=256), RECIPE: _recipe}
 
 
 def new_state(config: Config) -> State:
-    """Return random weights. They are cut from a pool of noise, which is much faster than drawing billions of numbers."""
+    """Return random weights. They are cut from a pool of noise, which is much faster than drawing billions of numbers.
+
+    If the configuration has a recipe, the weights are quantised, and the configuration gets their `quantization_config`.
+    """
     noise = (0.02 * np.random.default_rng(0).standard_normal(1 << 24, dtype=np.float32)).astype(_BF16)
 
     def make(item: tuple[int, tuple[str, tuple[int, ...]]]) -> State:
@@ -102,14 +113,19 @@ def new_state(config: Config) -> State:
     state: State = {}
     for part in _POOL.map(make, enumerate(sorted(_shapes(config).items()))):
         state |= part
+    if RECIPE in config:
+        config["quantization_config"] = QuantisedLayout.of_state(config[RECIPE], state).quantization_config()
+        state = quantise_state(state, config[RECIPE])
     return dict(sorted(state.items()))
 
 
 def train(state: State, density: float, seed: int) -> None:
-    """Change the last bit of a share of the elements of each tensor, at random places."""
+    """Change the last bit of a share of the elements of each tensor, at random places. Shapes and scales of whole tensors stay."""
 
     def change(item: tuple[int, str]) -> None:
         number, name = item
+        if name.endswith(("_shape", "_global_scale")):
+            return
         flat = state[name].reshape(-1)
         bits = flat.view(f"u{flat.dtype.itemsize}")
         where = np.random.default_rng([seed, number]).integers(0, bits.size, max(1, int(bits.size * density)))

@@ -6,8 +6,8 @@ The model is like Kimi K2: 61 layers, 384 experts, fp8 with a scale for each blo
 All other weights are divided over the eight ranks of a host. Which blocks of which files a rank decodes follows from the rules of the
 format: files have whole tensors in the order of names (`cut_segments`), and payloads have blocks of elements of one type (docs/format.md).
 
-Rates are those of `results/gpu-codec.json`, and the size of the delta is that of `results/step-cost.json`. `ASSUMED` has what was
-not measured.
+Rates of decoding are those of `results/gpu-codec.json`. Times of a swap and of a paced staging are those of fp8 weights in a vLLM
+server (`results/gpu-engine.json`). The size of the delta is that of `results/step-cost.json`. `ASSUMED` has what was not measured.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import statistics
 from dataclasses import dataclass
 
 from report import RESULTS, Table
 
+from deltawire.delta.windows import near_tensors
 from deltawire.dtypes import DType, dtype_named, payload_type
 from deltawire.publish.upload.segments import cut_segments
 
@@ -27,8 +29,6 @@ _LAYERS, _EXPERTS, _HIDDEN, _INNER, _VOCABULARY = 61, 384, 7168, 2048, 163_840
 _TILE, _BLOCK_TILES = 16_384, {4: 4096, 8: 2048}
 """Elements of a tile, and tiles of a block by the bits of an element; 1,024 for others (docs/format.md §5)."""
 _WINDOW = 256 << 20
-_CALLS_MS = 2.0
-"""Calls from the scheduler to the workers and back: the gap on one H200 was longer by this than the worker's part and a step."""
 _LOOKED_AT = (0, 3, 7, 20, 63)
 """The ranks that are computed. Experts of other ranks are between these in the order of names."""
 
@@ -155,6 +155,17 @@ def share_of(rank: int, model: dict[str, tuple[DType, tuple[int, ...]]]) -> Shar
     return Share(experts + others // RANKS_OF_A_HOST, decoded, own, peers, foreign, read, files, calls)
 
 
+def kept_by(host: int, model: dict[str, tuple[DType, tuple[int, ...]]]) -> int:
+    """Return the bytes of other hosts' experts that the ranks of a host keep, each for itself (`engines/vllm/live/own_bases.py`)."""
+    sizes = {name: dtype.itemsize * math.prod(shape) for name, (dtype, shape) in model.items()}
+    elsewhere = {name for name in model if (owner := _rank_of(name)) is not None and owner // RANKS_OF_A_HOST != host}
+    kept = 0
+    for rank in range(host * RANKS_OF_A_HOST, (host + 1) * RANKS_OF_A_HOST):
+        near = near_tensors(model, lambda name, rank=rank: _rank_of(name) in (None, rank))  # type: ignore[misc]
+        kept += sum(sizes[name] for name in near & elsewhere)
+    return kept
+
+
 def _rank_of(name: str) -> int | None:
     """Return the rank that holds an expert. None for tensors that are divided."""
     if ".mlp.experts." not in name:
@@ -178,11 +189,17 @@ def measure() -> Table:
     peers = [share.from_peers / ASSUMED.peers * 1e3 for share in shares]
     copies = [share.from_host / ASSUMED.host_copies * 1e3 for share in shares]
     staging = [sum(parts) for parts in zip(decode, host_work, hashing, peers, copies, strict=True)]
-    write, digest = codec["scatter_ms"] * held / each, codec["digest_ms"] * held / each
-    experts = sum(dtype.itemsize * math.prod(shape) for name, (dtype, shape) in model.items() if _rank_of(name) is not None)
-    kept = experts * (1 - RANKS_OF_A_HOST / RANKS)
+    engine = json.loads((RESULTS / "gpu-engine.json").read_text())["fp8-8b"]
+    updates = [update for update in engine["updates"] if update["step"].endswith(":keep")]
+    weights = engine["parameters"]
+    paced_ms = statistics.median(update["worker_stage_ms"] for update in updates)
+    paced = [paced_ms * share.decoded / weights for share in shares]
+    write_ms, confirm_ms = (statistics.median(update["worker"][each] for update in updates) for each in ("write_ms", "confirm_ms"))
+    write = write_ms * held / weights
+    around = max(update["gap_ms"] - update["gap_usual_ms"][0] - update["worker"]["total_ms"] for update in updates if "gap_ms" in update)
+    kept = [kept_by(host, model) for host in range(RANKS // RANKS_OF_A_HOST)]
     memory = codec["resolve_memory"] * held + 2 * _WINDOW
-    worker = write + digest + ASSUMED.agreement_ms
+    worker = write + confirm_ms + ASSUMED.agreement_ms
     table = Table(
         "rank-cost",
         f"One step of {total / 1e12:.2f} TB in fp8 ({changed:.4%} changed, a delta of {delta / 1e9:.2f} GB) on 8 hosts of 8 GPUs, computed",
@@ -202,18 +219,20 @@ def measure() -> Table:
         ("decoding on the GPU", _ms(decode), f"{codec['resolve_kernels_ms']} ms for {each / 1e9:.1f} B weights"),
         ("calls of the codec", _range([share.calls for share in shares]), "windows of at most 256 MiB in one file"),
         ("… work of the host", _ms(host_work), f"{overhead:.1f} ms for a call"),
-        ("staging, if nothing overlaps", _ms(staging), "the sum"),
-        ("write", f"{write:.1f} ms", f"{codec['scatter_ms']} ms for {each / 1e9:.1f} B weights"),
-        ("confirm by digest", f"{digest:.1f} ms", f"{codec['digest_ms']} ms for {each / 1e9:.1f} B weights"),
+        ("staging, if nothing overlaps and nothing waits", _ms(staging), "the sum, `--gpu-share 1`"),
+        ("pace of the default `--gpu-share`", _ms(paced), f"{paced_ms:.0f} ms for {weights / 1e9:.1f} B weights"),
+        ("staging with the default", _ms([max(each) for each in zip(staging, paced, strict=True)]), "the longer of the two"),
+        ("write and digest, in one pass", f"{write:.1f} ms", f"{write_ms:.1f} ms for {weights / 1e9:.1f} B weights"),
+        ("confirm", f"{confirm_ms:.1f} ms", "as measured"),
         ("the worker within the swap", f"{worker:.1f} ms", f"with {ASSUMED.agreement_ms:.0f} ms * to agree"),
         (
             "gap between tokens, KV cache kept",
-            f"{worker + ASSUMED.step_ms + _CALLS_MS:.0f} ms",
-            f"with a step of {ASSUMED.step_ms:.0f} ms * and calls",
+            f"{worker + ASSUMED.step_ms + around:.0f} ms",
+            f"with a step of {ASSUMED.step_ms:.0f} ms *, and {around:.1f} ms that a gap was longer than a step and the worker",
         ),
         ("GPU memory for an update", f"{memory / 1e9:.2f} GB", f"{codec['resolve_memory']:.1%} of its weights, and two windows"),
         ("spool, per host", f"{2 * delta / 1e9:.1f} GB", "two deltas"),
-        ("weights kept in host memory, per host", f"{kept / 1e9:.0f} GB", "all experts of other hosts"),
+        ("weights kept in host memory, on each of the 8 hosts", _gigabytes(kept), "experts of other hosts near a rank's own"),
     ]
     table.rows = [list(row) for row in rows]
     table.notes = ["Rates with a star are assumptions."]

@@ -12,7 +12,7 @@ import pytest
 from deltawire import encode_delta
 from deltawire.codec.varints import to_varint
 from deltawire.delta.grouped_plan import GroupedPlan
-from deltawire.delta.windows import can_cut, cut_windows
+from deltawire.delta.windows import can_cut, cut_windows, near_tensors
 from deltawire.dtypes import dtype_of_numpy
 from deltawire.errors import CorruptDelta
 from deltawire.format.delta_file import parse
@@ -95,6 +95,24 @@ def test_a_window_has_the_blocks_that_the_same_readers_need() -> None:
     found, _, _ = decode(base, mine)
     assert all(found[name].tobytes() == new[name].tobytes() for name in base if needs(name) == 2)
     assert found["a.0000"].tobytes() == base["a.0000"].tobytes()
+
+
+def test_only_near_tensors_share_a_block_with_a_needed_one_wherever_files_begin() -> None:
+    base = tiny_state()
+    needed = {"a.1300", "b.0700", "c.1.weight_packed"}
+    near = near_tensors(specs_of(base), needed.__contains__)
+    assert {name for name in near if name < "a.2"} == {f"a.{number:04}" for number in range(1300 - 1023, 2000)}
+    assert {"a.2322", "b.0000", "b.2099", "c.0.weight_packed", "c.2.weight_packed"} <= near
+    assert not {"a.0276", "a.2324", "a.long", "d.0.weight_packed", "e.empty"} & near
+    names, seen = list(base), set()
+    for start in (0, 1, 276, 277, 278, 900, 1299, 1300):
+        part = {name: base[name] for name in names[start:]}
+        file = parse(encode_delta(part, changed(part)))
+        assert can_cut(file)
+        windows = cut_windows(file, specs_of(part), lambda name: 1 if name in needed else 2, 1 << 40)
+        seen |= {name for window in windows if window.decoders & 1 for name in window.parts}
+    assert seen <= near
+    assert {"a.0277", "a.2323"} <= seen
 
 
 def test_blocks_after_the_last_change_have_no_bytes() -> None:

@@ -36,3 +36,27 @@ def nvfp4_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     config = type("Config", (), {})()
     monkeypatch.setattr(scheme, "init_nvfp4_linear_kernel", lambda **_: Kernel(config))
+
+
+def mxfp4_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let vLLM load mxfp4 weights, with the kernel that emulates them. What it dequantises with is a package for AMD GPUs, so not that."""
+    import_vllm()
+    import torch
+    from vllm.model_executor.kernels.linear.mxfp4 import emulation
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_mxfp4 as scheme
+
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat([values, -values])
+
+    class Kernel(emulation.EmulationMxfp4LinearKernel):  # type: ignore[misc]
+        @classmethod
+        def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+            return True, None
+
+        def apply_weights(self, layer: Any, x: Any, bias: Any = None) -> Any:
+            codes = torch.stack([layer.weight & 15, layer.weight >> 4], -1).flatten(-2)
+            scales = torch.exp2(layer.weight_scale.float() - 127).repeat_interleave(32, -1)
+            return x @ (values[codes.long()] * scales).to(x.dtype).T
+
+    config = type("Config", (), {"activation_quant_key": None})()
+    monkeypatch.setattr(scheme, "init_mxfp4_linear_kernel", lambda **_: Kernel(config))

@@ -166,7 +166,7 @@ class KeptState:
     def __init__(self, state: State) -> None:
         self.arrays = {name: array.copy() for name, array in state.items()}
 
-    def hold(self, wanted: TensorTable) -> str | None:
+    def hold(self, wanted: TensorTable, absent: TensorTable | None = None, near: Any = ()) -> str | None:
         return None
 
     def writes(self, name: str) -> bool:

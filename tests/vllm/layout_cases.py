@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import unpacked_experts
-from emulated_kernels import nvfp4_on_cpu, requantise_on_cpu
+from emulated_kernels import mxfp4_on_cpu, nvfp4_on_cpu, requantise_on_cpu
 from tiny_checkpoints import (
     FP8_PER_TENSOR,
     INT8_PER_CHANNEL,
@@ -45,6 +45,7 @@ CASES: dict[str, tuple[TinyModel, str | None]] = {
     "fp8-channel": (TinyModel("quantised", scale=4, layers=1), "fp8-channel"),
     "fp8-tensor": (TinyModel("quantised", scale=4, layers=1), None),
     "nvfp4": (TinyModel("quantised", scale=4, layers=1), "nvfp4"),
+    "mxfp4": (TinyModel("quantised", scale=4, layers=1), "mxfp4"),
     "int4": (TinyModel("quantised", scale=4, layers=1), "int4"),
     "int8": (TinyModel("quantised", scale=4, layers=1), None),
     "mla": (TinyMla("mla", layers=2), None),
@@ -132,6 +133,8 @@ def emulate(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         requantise_on_cpu(monkeypatch)
     if case == "nvfp4":
         nvfp4_on_cpu(monkeypatch)
+    if case == "mxfp4":
+        mxfp4_on_cpu(monkeypatch)
     if case == "computing-loaders":
         load_norms_with(monkeypatch, lambda param, loaded_weight: param.data.copy_(2 * loaded_weight))
 

@@ -45,6 +45,8 @@ class Job:
         The commit of the first version.
     seqs
         The numbers of all commits after it.
+    peers
+        False if the workers do not read each other's memory.
     """
 
     case: str
@@ -55,6 +57,7 @@ class Job:
     table: str
     ref: dict[str, Any]
     seqs: list[int]
+    peers: bool = True
 
 
 class RankPair:
@@ -112,6 +115,7 @@ def _follow(job: Job, rank: int) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         emulate(job.case, patch)
+        patch.setenv("DELTAWIRE_PEERS", "1" if job.peers else "0")
         live = load_model(Path(job.first), tensor_parallel_size=RANKS)
         live.vllm_config.instance_id = job.case  # the workers of a server have the same one
         before, places, computed = memory(live.model), addresses(live.model), logits(live)

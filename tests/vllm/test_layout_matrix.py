@@ -46,7 +46,7 @@ class Kept:
         self._tensors = {name: tensor.clone() for name, tensor in read_checkpoint(checkpoint).items()}
         self.held: set[str] = set()
 
-    def hold(self, wanted: TensorTable) -> str | None:
+    def hold(self, wanted: TensorTable, absent: TensorTable | None = None, near: Any = ()) -> str | None:
         self.held = set(wanted)
         return None
 
@@ -162,20 +162,21 @@ def pair(nursery: ServerNursery, tmp_path_factory: pytest.TempPathFactory) -> It
         yield pair
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "peers"), [*((case, True) for case in CASES), ("experts-split", False)])
 def test_after_twenty_updates_two_ranks_have_the_memory_and_the_logits_of_a_fresh_load(
-    case: str, followed: Callable[[str], Followed], pair: RankPair, tmp_path: Path
+    case: str, peers: bool, followed: Callable[[str], Followed], pair: RankPair, tmp_path: Path
 ) -> None:
     given = followed(case)
     chain, table = given.chain, tmp_path / "tensors.json"
     write_table(table, table_of(given.first))
     ref = ChainLog(chain.store).ref(chain.commits[0]).plain()
     seqs = [commit.seq for commit in chain.commits]
-    job = Job(case, str(tmp_path / "spool"), str(given.first), str(given.last), chain.store.url, str(table), ref, seqs[1:])
+    job = Job(case, str(tmp_path / "spool"), str(given.first), str(given.last), chain.store.url, str(table), ref, seqs[1:], peers)
     reports = pair.follow(job)
     for report in reports:
         assert report["learnt"]["live"], report["learnt"]["why_not"]
-        assert report["learnt"]["why_no_peers"] is None
+        assert (report["learnt"]["why_no_peers"] is None) == peers
+        assert peers or (report["status"]["bases"]["peers"], report["status"]["bases"]["kept"] > 0) == (0, True)
         assert report["learning"] == [], "learning has changed the model"
         assert report["adopted"] == seqs[0]
         assert (report["failed"], report["reverted"]) == ("refused", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from deltawire.chain.routes import Routes
 from deltawire.cli.doctor.examine import examine
 from deltawire.engines import KvCache
 from deltawire.engines.vllm import QUARANTINED_LABEL
+from deltawire.engines.vllm.driver.sidecar import Sidecar
+from deltawire.events import Event
 from deltawire.format.digest import Digest
 from deltawire.store import open_store
 from deltawire.subscribe.delta_spool import DeltaSpool
@@ -120,3 +123,30 @@ def test_a_server_follows_a_chain_in_its_live_memory(
     assert [worker["last"]["loaded_anew"] for worker in answer.workers] == [1] * ranks
     assert server.routes.checksums() == runtime_hashes(run.state, ranks)
     assert server.routes.weight_version() == str(version.seq)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_that_is_far_behind_gets_one_skip(
+    ranks: int, start_run: Callable[[TinyModel], Any], serve: Callable[..., LiveServer]
+) -> None:
+    """The sixteenth version after a full checkpoint has a skip from it."""
+    run = start_run(TinyModel("dense"))
+    first = run.publish(changed=False)
+    server = serve(run.checkpoint, ranks=ranks).wait()
+    events: list[Event] = []
+    spool = run.folder / "spool"
+    with contextlib.closing(Sidecar(server.routes, run.store, spool=spool, on_event=events.append)) as sidecar:
+        sidecar.step()
+        assert [event.fields["seq"] for event in events if event.name == "adopted"] == [first.seq]
+        for _ in range(16):
+            last = run.publish()
+        run.publisher.flush()
+        sidecar.step()
+        assert [path.name for path in spool.glob("hop-*.json")] == [f"hop-{first.seq}-{last.seq}.json"]
+        swaps = [event.fields for event in events if event.name == "swapped"]
+        assert [(swap["seq"], swap["loaded_anew"]) for swap in swaps] == [(last.seq, 0)]
+        assert server.routes.checksums() == runtime_hashes(run.state, ranks)
+        run.publish()
+        sidecar.step()
+        assert server.routes.checksums() == runtime_hashes(run.state, ranks)
+    assert "mirror-used" not in [event.name for event in events]

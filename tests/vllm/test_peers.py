@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import save_file
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
@@ -26,15 +27,18 @@ from fake_layout import FakeHop, FakeLayout, FakeWorker, HalfLayout, KeptState  
 from deltawire.dtypes import dtype_of_numpy  # noqa: E402
 from deltawire.engines.vllm import ranks  # noqa: E402
 from deltawire.engines.vllm.layout.types import TensorLayout  # noqa: E402
-from deltawire.engines.vllm.live import live_updates, peers  # noqa: E402
+from deltawire.engines.vllm.live import live_updates, live_weights, peers  # noqa: E402
+from deltawire.engines.vllm.live.kept_bases import KeptBases  # noqa: E402
 from deltawire.engines.vllm.live.layout_update import LayoutUpdate  # noqa: E402
 from deltawire.engines.vllm.live.live_updates import LiveUpdates  # noqa: E402
 from deltawire.engines.vllm.live.live_weights import LiveWeights  # noqa: E402
 from deltawire.engines.vllm.live.peer_memory import ProcessMemory, ProcessReader  # noqa: E402
 from deltawire.engines.vllm.live.peers import PeerBases  # noqa: E402
 from deltawire.errors import PeerUnreadable  # noqa: E402
+from deltawire.format.checkpoints.checkpoint import Checkpoint  # noqa: E402
 from deltawire.format.records.record_parts import CommitRef, FileEntry  # noqa: E402
 from deltawire.subscribe.tensor_table import TensorSpec, TensorTable, write_table  # noqa: E402
+from deltawire.tensors.torch_types import to_torch  # noqa: E402
 
 DIVIDED = {"direct", "turned"}
 ABSENT = {"nibbles", "scale"}
@@ -47,8 +51,8 @@ class Nothing:
     def __init__(self) -> None:
         self.held: TensorTable = {}
 
-    def hold(self, wanted: TensorTable) -> str | None:
-        self.held = wanted
+    def hold(self, wanted: TensorTable, absent: TensorTable | None = None, near: Any = ()) -> str | None:
+        self.held = {**wanted, **(absent or {})}
         return None
 
     def writes(self, name: str) -> bool:
@@ -59,6 +63,9 @@ class Nothing:
 
     def settled(self, ref: CommitRef, changes: Mapping[str, Any]) -> None:
         assert not changes
+
+    def close(self) -> None:
+        pass
 
 
 class Spool:
@@ -81,20 +88,37 @@ class Spool:
 
 
 class Workers:
-    """Two workers as threads, each with half of the tensors. `told` has what each of them has told the others last."""
+    """Two workers as threads, each with half of the tensors, or `count` workers. `told` has what each of them has told the others last.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, layout: Any = HalfLayout, **options: Any) -> None:
-        self._barrier = threading.Barrier(2, timeout=60)
+    If they are `apart`, they cannot read each other's memory, and keep what they need.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        *,
+        layout: Any = HalfLayout,
+        count: int = 2,
+        apart: bool = False,
+        **options: Any,
+    ) -> None:
+        self.count = count
+        self._barrier = threading.Barrier(count, timeout=60)
         self._told: dict[int, Any] = {}
         self._rank = threading.local()
-        self._pool = ThreadPoolExecutor(2)
-        self.waits = [threading.Event(), threading.Event()]
+        self._pool = ThreadPoolExecutor(count)
+        self.waits = [threading.Event() for _ in range(count)]
         """Set when a worker waits for the other one."""
         monkeypatch.setattr(ranks, "_gather", self.gather)
         monkeypatch.setattr(live_updates, "share", self.share)
-        self.workers = [FakeWorker(layout=functools.partial(layout, rank=rank), adopt=False, **options) for rank in range(2)]
-        self.rest = [Nothing(), Nothing()]
-        self.peers = [PeerBases(rest, share=self.share) for rest in self.rest]
+        self.workers = [FakeWorker(layout=functools.partial(layout, rank=rank), adopt=False, **options) for rank in range(count)]
+        self.rest: list[Any] = [Nothing() for _ in range(count)]
+        if apart:
+            save_file(self.workers[0].state, tmp_path / "start.safetensors")
+            start = Checkpoint(tmp_path / "start.safetensors")
+            self.rest = [KeptBases(tmp_path / "kept" / "server", lambda: start) for _ in range(count)]
+        self.peers = [PeerBases(rest, refusal="they are apart" if apart else None, share=self.share) for rest in self.rest]
         self.spools = [Spool(worker) for worker in self.workers]
         self.updates: list[LiveUpdates] = []
         for worker, source, spool in zip(self.workers, self.peers, self.spools, strict=True):
@@ -106,7 +130,7 @@ class Workers:
     def start(self) -> None:
         self.together(lambda rank: self.updates[rank].learn(self._table))
         self.together(lambda rank: self.updates[rank].adopt(self.workers[rank].version.ref))
-        assert [updates.is_ready for updates in self.updates] == [True, True], [updates.why_not for updates in self.updates]
+        assert all(updates.is_ready for updates in self.updates), [updates.why_not for updates in self.updates]
 
     def step(self) -> int:
         """Publish a version, and let both workers begin to stage it."""
@@ -122,7 +146,7 @@ class Workers:
             self.waits[rank].clear()
             return work(rank)
 
-        return [self._pool.submit(run, rank) for rank in range(2)]
+        return [self._pool.submit(run, rank) for rank in range(self.count)]
 
     def together(self, work: Callable[[int], Any]) -> list[Any]:
         return [future.result() for future in self.begin(work)]
@@ -132,7 +156,7 @@ class Workers:
         self._told[rank] = value
         self.waits[rank].set()
         self._barrier.wait()
-        found = [self._told[0], self._told[1]]
+        found = [self._told[each] for each in range(self.count)]
         self._barrier.wait()
         return found, rank
 
@@ -143,6 +167,8 @@ class Workers:
         self._barrier.abort()
         for updates in self.updates:
             updates.close()
+        for rest in self.rest:
+            rest.close()
         self._pool.shutdown()
 
 
@@ -293,6 +319,80 @@ def test_experts_of_other_workers_are_not_decoded(monkeypatch: pytest.MonkeyPatc
     assert [name in decoded[0] for name in ("expert.0500", "expert.1500", "expert.2500")] == [True, True, False]
     assert [name in decoded[1] for name in ("expert.0500", "expert.1500", "expert.2500")] == [False, True, True]
     workers.close()
+
+
+# Workers that cannot read each other's memory
+
+
+class Thirds(Experts):
+    """One of three workers with many small experts. The first also holds what has another name."""
+
+    def _holds(self, name: str) -> bool:
+        if not name.startswith("expert"):
+            return self._rank == 0
+        return (name >= "expert.0500") + (name >= "expert.2000") == self._rank
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Workers]:
+    """Blocks of 1,024 tensors: the first is of the workers 0 and 1, the next of 1 and 2, then of 2, and the last of 2 and 0."""
+    more = {f"expert.{number:04}": (8,) for number in range(3100)}
+    found = Workers(monkeypatch, tmp_path, layout=Thirds, count=3, apart=True, more=more, segment_bytes=1 << 30)
+    yield found
+    found.close()
+
+
+def outcomes_of_a_step(workers: Workers) -> list[Any]:
+    seq = workers.step()
+    return workers.together(lambda rank: workers.updates[rank].swap(seq))
+
+
+def kept_by(workers: Workers, rank: int) -> set[str]:
+    return {name for name in workers.workers[0].table if workers.rest[rank].writes(name)}
+
+
+def test_workers_that_are_apart_keep_only_what_is_near_their_tensors(apart: Workers, tmp_path: Path) -> None:
+    apart.start()
+    for _ in range(4):
+        outcomes = outcomes_of_a_step(apart)
+        assert [found.outcome for found in outcomes] == ["made"] * 3, outcomes
+        assert all(worker.held() == worker.expected() for worker in apart.workers)
+    experts = [{int(name[7:]) for name in kept_by(apart, rank) if name.startswith("expert")} for rank in range(3)]
+    assert experts[0] == {*range(500, 1523)} | {*range(2077, 3100)}
+    assert experts[1] == {*range(500), *range(2000, 3023)}
+    assert experts[2] == {*range(977, 2000)}
+    assert [source.status()["bases"] for source in apart.peers] == [{"peers": 0, "kept": len(kept_by(apart, rank))} for rank in range(3)]
+    assert not (tmp_path / "kept").exists()  # nothing is shared
+
+
+def load_newest(workers: Workers, rank: int) -> None:
+    """Load the newest version in full, as `ColdStart` does."""
+    worker, updates = workers.workers[rank], workers.updates[rank]
+    updates.forget()
+    for name, bits in worker.new_layout(worker.state).memory.items():
+        worker.layout.memory[name].copy_(bits)
+    list(workers.rest[rank].watch((name, to_torch(array.copy())) for name, array in worker.state.items()))
+    updates.adopt(worker.version.ref)
+
+
+def test_an_update_that_needs_a_tensor_that_was_left_out_is_refused_until_a_full_load(
+    apart: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_weights, "near_tensors", lambda specs, is_needed: {name for name in specs if is_needed(name)})
+    apart.start()
+    assert [kept_by(apart, rank) for rank in range(3)] == [set()] * 3
+    old = [worker.held() for worker in apart.workers]
+    outcomes = outcomes_of_a_step(apart)
+    assert [found.outcome for found in outcomes] == ["refused"] * 3
+    assert all("which this worker does not keep" in str(found.error) for found in outcomes)
+    assert [worker.held() for worker in apart.workers] == old
+    apart.together(lambda rank: load_newest(apart, rank))
+    for _ in range(2):
+        outcomes = outcomes_of_a_step(apart)
+        assert [found.outcome for found in outcomes] == ["made"] * 3, outcomes
+        assert all(worker.held() == worker.expected() for worker in apart.workers)
+    for rank, worker in enumerate(apart.workers):
+        assert kept_by(apart, rank) == {name for name, tensor in worker.layout.tensors.items() if tensor.kind == "absent"}
 
 
 # A worker in another process

@@ -1,4 +1,4 @@
-"""A real vLLM server follows chains of quantised versions. Its kernels repack the weights, so it loads each version in full."""
+"""A real vLLM server follows chains of quantised versions. Its kernels repack the weights, and no version is loaded anew."""
 
 from __future__ import annotations
 

@@ -142,12 +142,38 @@ def test_a_server_that_always_differs_is_compared_with_its_start(scene: Scene) -
             sidecar.step()
 
 
-def test_a_held_server_is_compared_with_the_usual_limits(scene: Scene) -> None:
+def test_a_held_server_learns_what_is_usual_from_its_first_version(scene: Scene) -> None:
+    """A healthy server that computes in bf16 can differ by more than the limits for other servers."""
+    scene.server.one_call = scene.server.held = scene.server.paused = True
+    scene.server.completions.stale = 0.25
+    with contextlib.closing(scene.start(canary="self")) as sidecar:
+        for _ in range(2):
+            scene.publish()
+            sidecar.step()
+        assert [event["largest"] for event in named(scene, "canary-learnt")] == [pytest.approx(0.25)]
+        assert len(named(scene, "canary-passed")) == 2
+        scene.server.completions.stale = 0.8
+        scene.publish()
+        with pytest.raises(EngineQuarantined, match=r"more than 0\.75 for one token"):
+            sidecar.step()
+
+
+def test_a_held_server_that_differs_more_than_any_healthy_one_is_quarantined(scene: Scene) -> None:
     scene.server.one_call = scene.server.held = scene.server.paused = True
     scene.server.completions.stale = 6.0
     scene.publish()
     with contextlib.closing(scene.start(canary="self")) as sidecar, pytest.raises(EngineQuarantined):
         sidecar.step()
+    assert named(scene, "canary-learnt") == []
+
+
+def test_a_version_is_recorded_from_a_server_that_computes_in_bf16(scene: Scene) -> None:
+    scene.server.one_call = True
+    scene.publish()
+    scene.sidecar.step()
+    scene.server.completions.stale = 0.25
+    with open_log(scene) as log:
+        assert not record_canary(scene.server, log).was_there  # type: ignore[arg-type]
 
 
 def test_a_paused_server_is_checked_when_it_runs_again(checked: tuple[Scene, Sidecar]) -> None:

@@ -83,6 +83,38 @@ def cut_windows(file: GroupedDelta, specs: Specs, decoders: Callable[[str], int]
         yield from _cut_group(kind, file.data[start:stop], {name: parts[name] for name in names}, decoders, most_bytes)
 
 
+def near_tensors(specs: Specs, is_needed: Callable[[str], bool]) -> set[str]:
+    """Return the tensors of which a block can have elements beside those of a needed tensor, wherever files begin and end.
+
+    Needed tensors are among them. Files with parts of tensors are left out: there, any two tensors can share a block.
+
+    Parameters
+    ----------
+    specs
+        All tensors of the state.
+    is_needed
+        Returns whether a reader needs a tensor.
+    """
+    groups: dict[int, list[tuple[str, int]]] = {}
+    for name, (dtype, shape) in specs.items():
+        kind = payload_type(name, dtype)
+        groups.setdefault(kind.code, []).append((name, _tiles(kind, math.prod(shape))))
+    found: set[str] = set()
+    for code, members in groups.items():
+        reach = _block_tiles(PAYLOAD_TYPES[code]) - 2  # tiles of others that may lie between, because both have one in the block
+        for row in (members, members[::-1]):
+            between = math.inf
+            for name, tiles in row:
+                if is_needed(name):
+                    found.add(name)
+                    between = 0
+                elif tiles:
+                    if between <= reach:
+                        found.add(name)
+                    between += tiles
+    return found
+
+
 def _cut_group(kind: PayloadType, payload: memoryview, parts: Parts, decoders: Callable[[str], int], most_bytes: int) -> Iterator[Window]:
     names = list(parts)
     ends = np.cumsum([_tiles(kind, stop - start) for start, stop in parts.values()])

@@ -260,7 +260,7 @@ class _Listener:
         elif event.name == "mirror-used":
             self._notice(f"full checkpoints are loaded from a mirror: {fields['reason']}")
         elif event.name == "canary-learnt":
-            self._notice(f"log-probs of decoding and prompts differ by {fields['largest']:.2g} before any swap; the canary allows for it")
+            self._notice(f"log-probs of decoding and prompts differ by {fields['largest']:.2g} at first; the canary allows for it")
         elif event.name == "canary-missing":
             self._notice(f"version {fields['updates']} is not compared with recorded tokens: {fields['reason']}")
         elif event.name == "attachments-changed":

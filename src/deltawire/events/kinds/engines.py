@@ -55,7 +55,7 @@ KINDS = (
     EventKind(
         "canary-learnt",
         "info",
-        "Before the first update, the server's decoding differs from its prompts by more than usual, which later checks allow for.",
+        "At the first check, the server's decoding differs from its prompts by more than in other servers, which later checks allow for.",
         (f.LARGEST, f.MEAN),
     ),
     EventKind("repaired", "info", "A full load has repaired the engine.", (f.ENGINE, f.SEQ, f.UPDATES)),

@@ -32,7 +32,7 @@ from ....format.records.canary_records import CanaryRecord
 from ....format.records.signing import SigningKey
 from ....format.records.version_records import Commit
 from .. import QUARANTINED_LABEL
-from .canary import MOST_DIFFERENCE, MOST_MEAN, CanaryResult, check_decoding, check_recorded, generate
+from .canary import MOST_DIFFERENCE, MOST_MEAN, UNKNOWN_USUAL, CanaryResult, check_decoding, check_recorded, generate
 from .routes import RouteFailed, VllmRoutes
 
 CanaryKind: TypeAlias = Literal["off", "self", "recorded"]
@@ -69,7 +69,7 @@ class ServerCanary:
         """Find out how much decoding and prompts usually differ, before the server is changed for the first time.
 
         Some models and kernels differ more than others: MLA decodes in another way than it reads prompts. A server that does not run yet
-        must keep to the usual limits.
+        is compared with `UNKNOWN_USUAL`, and its first check that passes tells what is usual.
 
         Raises `EngineRefused` if the server cannot be checked at all.
         """
@@ -86,9 +86,7 @@ class ServerCanary:
             return  # weights that were never loaded may give results that are not numbers
         except DecodingDiffers:
             return
-        self._usual = found
-        if found.largest > MOST_DIFFERENCE or found.mean > MOST_MEAN:
-            emit(self._on_event, "canary-learnt", largest=found.largest, mean=found.mean)
+        self._learn(found)
 
     def forget(self) -> None:
         """Check the present version again, because the server was restarted, or changed by another process."""
@@ -120,6 +118,8 @@ class ServerCanary:
             self._checked = None
             emit(self._on_event, "canary-failed", seq=commit.seq, updates=commit.updates, reason=str(error))
             raise
+        if self._usual is None and kind == "self":
+            self._learn(result)
         self._checked, self._failed = commit, None
         self._awaits_record = self._kind == "recorded" and record is None
         emit(
@@ -145,6 +145,11 @@ class ServerCanary:
         is_second, self._failed = self._failed == commit, commit
         return is_second
 
+    def _learn(self, found: CanaryResult) -> None:
+        self._usual = found
+        if found.largest > MOST_DIFFERENCE or found.mean > MOST_MEAN:
+            emit(self._on_event, "canary-learnt", largest=found.largest, mean=found.mean)
+
     def _record(self, commit: Commit, log: ChainLog) -> CanaryRecord | None:
         if self._kind != "recorded":
             return None
@@ -158,15 +163,16 @@ class ServerCanary:
         return record
 
     def _compare(self, commit: Commit, record: CanaryRecord | None) -> tuple[str, CanaryResult]:
+        usual = self._usual or UNKNOWN_USUAL
         try:
             if record is not None:
                 try:
-                    return "recorded", check_recorded(self._routes, record, usual=self._usual)
+                    return "recorded", check_recorded(self._routes, record, usual=usual)
                 except RouteFailed as error:
                     if error.status >= 500:
                         raise
                     self._tell_missing(commit, str(error))  # the record has tokens that the model does not know
-            return "self", check_decoding(self._routes, usual=self._usual)
+            return "self", check_decoding(self._routes, usual=usual)
         except RouteFailed as error:
             if error.status < 500:
                 raise
@@ -229,7 +235,7 @@ def record_canary(
             "the server does not tell which version it has.", hint="Name the version that it was started with (--at VERSION)."
         )
     if is_labelled:
-        check_decoding(routes)
+        check_decoding(routes, usual=UNKNOWN_USUAL)
     recorded = generate(routes)
     if routes.weight_version() != label:
         raise EngineUnavailable("the server was updated while tokens were recorded. Try again.")

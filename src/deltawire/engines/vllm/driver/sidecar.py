@@ -83,7 +83,7 @@ class Sidecar:
         Seconds that the workers may take to stage a version.
     gpu_share
         The share of a GPU's time that staging may take while the server generates. None means 0.025: it costs
-        generation little, and 8.2 billion weights take an H200 about 0.95 s instead of 0.2 s. 1 decodes as fast as possible.
+        generation little, and 8.2 billion weights take an H200 about 0.96 s instead of 0.2 s. 1 decodes as fast as possible.
     undo_bytes
         The most memory, in addition to the weights, that each worker may use to keep its last updates. The server then goes back to the
         versions before them at once, without the store. None means 512 MiB if it follows a channel, and otherwise 0.

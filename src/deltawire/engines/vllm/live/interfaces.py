@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,8 +46,11 @@ class Layout(Protocol):
 class BaseSource(Protocol):
     """Has the tensors that a worker cannot read from its own memory."""
 
-    def hold(self, wanted: TensorTable) -> str | None:
-        """Get hold of these tensors, and of no others. Returns why that is impossible, or None."""
+    def hold(self, wanted: TensorTable, absent: TensorTable | None = None, near: Collection[str] = ()) -> str | None:
+        """Get hold of these tensors, and of no others. Returns why that is impossible, or None.
+
+        The worker needs new values of `wanted`. It holds nothing of `absent`, and should read only those of them that are in `near`.
+        """
         ...
 
     def writes(self, name: str) -> bool:

@@ -10,6 +10,9 @@ give it only parts of them. It reads tensors that it does not hold here:
 Each tensor begins with the number of its *generation*: how many times the weights have changed since the server started. After a confirmed
 swap its writer makes the same changes here, in the background. Other workers wait for that generation before they use the tensor again. A
 worker that is killed ends its server, so a tensor that is changed half-way is never read: a new server makes a new folder.
+
+The worker that writes a tensor decodes all of its changes, because it needs new values of it. A tensor of which a worker holds nothing is
+not shared: the worker keeps those of them that it needs by itself (own_bases.py).
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ import os
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -39,6 +42,7 @@ from ....format.records.record_parts import CommitRef
 from ....subscribe.mirror.locks import FileLock
 from ....subscribe.private_folder import hold_folder, remove_abandoned, retryable_error, spool_errors
 from ....subscribe.tensor_table import TensorSpec, TensorTable
+from .own_bases import OwnBases
 
 _HEADER = struct.Struct("<8sQ")
 _MAGIC = b"dwkept01"
@@ -46,6 +50,8 @@ _DATA_START = mmap.PAGESIZE
 _CHANGING = 0
 """The generation of a tensor that is being changed."""
 _PAUSE = 0.002
+
+_Changes: TypeAlias = Mapping[str, Sequence[TensorPatch]]
 
 
 class KeptBases:
@@ -87,6 +93,7 @@ class KeptBases:
         """The tensors that this worker writes."""
         self._claims: set[Path] = set()
         """The files that this worker has claimed. It writes them whenever they are wanted again."""
+        self._own = OwnBases()
         self._generation = _CHANGING
         self._alive: list[FileLock] = []
         """The lock that shows that the folder is in use, as soon as there is a folder."""
@@ -97,9 +104,9 @@ class KeptBases:
     @property
     def nbytes(self) -> int:
         """The size of the tensors that this worker writes. The sum over all workers of a host is the memory that the copies take there."""
-        return sum(_nbytes(self._wanted[name]) for name in self._claimed)
+        return sum(_nbytes(self._wanted[name]) for name in self._claimed) + self._own.nbytes
 
-    def hold(self, wanted: TensorTable) -> str | None:
+    def hold(self, wanted: TensorTable, absent: TensorTable | None = None, near: Collection[str] = ()) -> str | None:
         """Make these tensors available, from the checkpoint that the weights were loaded from. Returns why that is impossible, or None.
 
         Tensors of other bundles than the main one, such as adapters, are not in such a checkpoint. They are zero until a version is loaded
@@ -110,19 +117,28 @@ class KeptBases:
         Parameters
         ----------
         wanted
-            The tensors that the worker cannot read from its memory.
+            The tensors that the worker needs new values of, and cannot read from its memory.
+        absent
+            The tensors of which it holds nothing.
+        near
+            Those of them that can share a block with a tensor that the worker decodes.
         """
         try:
             self._finish()
             self._wanted, self._claimed = wanted, set()
             self._files.clear()  # a tensor of the same name may have another shape now
-            needed = sum(map(_nbytes, wanted.values()))
+            own = self._own.choose(absent or {}, near)
+            both = {**wanted, **own}
+            needed = sum(map(_nbytes, both.values()))
             if self._most_bytes is not None and needed > self._most_bytes:
-                return f"{len(wanted)} tensors, such as {min(wanted)!r}, have {needed:,} bytes that cannot be read from the model"
-            weights = self._checkpoint() if wanted else None
-            if weights is not None and (reason := _lacks(weights, wanted)) is not None:
+                return f"{len(both)} tensors, such as {min(both)!r}, have {needed:,} bytes that cannot be read from the model"
+            weights = self._checkpoint() if both else None
+            if weights is not None and (reason := _lacks(weights, both)) is not None:
                 return reason
             if weights is not None:
+                for name, spec in own.items():
+                    self._own.put(name, _read(weights, name, spec))
+            if weights is not None and wanted:
                 with spool_errors(self._folder):
                     self._open_folder()
                     self._claimed = {name for name in wanted if self._claim(name)}
@@ -149,6 +165,8 @@ class KeptBases:
         for name, tensor in tensors:
             if name in self._claimed:
                 self._write_whole(name, _bits(tensor, self._wanted[name]), self._generation)
+            elif self._own.takes(name):
+                self._own.put(name, _bits(tensor, self._own.spec(name)))
             yield name, tensor
 
     def writes(self, name: str) -> bool:
@@ -159,18 +177,22 @@ class KeptBases:
         name
             The name of the tensor.
         """
-        return name in self._claimed
+        return name in self._claimed or self._own.writes(name)
 
     def base(self, name: str) -> NDArray[Any]:
         """Return a tensor of the live version. Waits until the worker that writes it has made the changes of the last swap.
 
-        Do not write to the array: it is the memory that all workers share. Raises `SpoolError`.
+        Do not write to the array: it is the memory that all workers share. Raises `SpoolError`, and `EngineRefused` if the tensor was left
+        out because no update should need it.
 
         Parameters
         ----------
         name
             The name of the tensor.
         """
+        if self._own.knows(name):
+            self._finish()
+            return self._own.base(name)
         if self._writing is not None and self._writing.done():
             self._finish()
         with spool_errors(self._folder):
@@ -192,9 +214,10 @@ class KeptBases:
         """
         before, self._generation = self._generation, self._generation + 1
         mine = {name: changes.get(name, ()) for name in self._claimed}
+        own = {name: patches for name, patches in changes.items() if self._own.writes(name)}
         previous, generation = self._writing, self._generation
-        if mine:  # otherwise no thread is woken, because it could take the interpreter from the swap that calls this
-            self._writing = self._thread.submit(self._make, mine, before, generation, previous)
+        if mine or own:  # otherwise no thread is woken, because it could take the interpreter from the swap that calls this
+            self._writing = self._thread.submit(self._make, mine, own, before, generation, previous)
 
     def close(self) -> None:
         """Forget the tensors. The last worker of a host deletes the folder."""
@@ -202,11 +225,15 @@ class KeptBases:
             self._finish()
         self._thread.shutdown()
         self._files.clear()
+        self._own.choose({}, ())
         _end(self._alive, self._folder.parent)
 
-    def _make(self, changes: Mapping[str, Sequence[TensorPatch]], before: int, generation: int, previous: Future[None] | None) -> None:
+    def _make(self, changes: _Changes, own: _Changes, before: int, generation: int, previous: Future[None] | None) -> None:
         if previous is not None:
             previous.result()
+        for name, patches in own.items():
+            for patch in patches:
+                _write(self._own.flat(name), patch, self._own.spec(name))
         with spool_errors(self._folder):
             for name, patches in changes.items():
                 tensor, spec = self._opened(name), self._wanted[name]
@@ -216,14 +243,12 @@ class KeptBases:
                 if patches:
                     tensor.generation = _CHANGING
                 for patch in patches:
-                    flat[torch.as_tensor(patch.indices).cpu().numpy()] = _bits(patch.values, spec)
+                    _write(flat, patch, spec)
                 tensor.generation = generation
 
     def _fill(self, weights: Checkpoint) -> None:
         for name in sorted(self._claimed):
-            spec = self._wanted[name]
-            array = weights[name] if name in weights else np.zeros(spec.shape, spec.dtype.numpy)
-            self._write_whole(name, np.ascontiguousarray(array).reshape(-1).view(spec.dtype.bits), self._generation + 1)
+            self._write_whole(name, _read(weights, name, self._wanted[name]), self._generation + 1)
 
     def _write_whole(self, name: str, flat: NDArray[Any], generation: int) -> None:
         """Write all elements of a tensor. Its file is made if it does not exist, and is complete as soon as it has its name."""
@@ -324,6 +349,16 @@ def _lacks(weights: Checkpoint, wanted: TensorTable) -> str | None:
 
 def _nbytes(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * spec.dtype.itemsize
+
+
+def _read(weights: Checkpoint, name: str, spec: TensorSpec) -> NDArray[Any]:
+    """Return a tensor of a checkpoint as unsigned integers, flat. It is zero if the checkpoint does not have it."""
+    array = weights[name] if name in weights else np.zeros(spec.shape, spec.dtype.numpy)
+    return np.ascontiguousarray(array).reshape(-1).view(spec.dtype.bits)
+
+
+def _write(flat: NDArray[Any], patch: TensorPatch, spec: TensorSpec) -> None:
+    flat[torch.as_tensor(patch.indices).cpu().numpy()] = _bits(patch.values, spec)
 
 
 def _bits(values: Any, spec: TensorSpec) -> NDArray[Any]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
+from ....delta.windows import near_tensors
 from ....errors import BaseMismatch, ChainBroken, EngineQuarantined, EngineRefused, ResultMismatch
 from ....format import delta_file
 from ....format.delta_file import DeltaBytes
@@ -419,22 +420,34 @@ class LiveWeights:
 
     def _hold_unreadable(self, layout: Layout) -> str | None:
         """Let the source get hold of the tensors that cannot be read from memory. Returns why that is impossible, or None."""
-        kinds = ("module", "partial", "absent")
-        wanted = {name: each.spec for name, each in layout.tensors.items() if each.kind in kinds and 0 not in each.spec.shape}
+        wanted, absent = (
+            {name: each.spec for name, each in layout.tensors.items() if each.kind in kinds and 0 not in each.spec.shape}
+            for kinds in (("module", "partial"), ("absent",))
+        )
+        near = self._near(layout) & absent.keys()
         lost = sum(_nbytes(each.spec) for name, each in layout.tensors.items() if self._rules.is_lost(layout, name))
         reason = None
         if lost * 100 > sum(_nbytes(each.spec) for each in layout.tensors.values()):
             reason = f"they are {lost:,} bytes"  # nearly every update would change one of them, and be refused
         elif self._source is not None:
-            reason = self._source.hold(wanted)
-        elif wanted:
+            reason = self._source.hold(wanted, absent, near)
+        elif wanted or near:
             reason = "there is no other source for them"
         if reason is None:
             return None
-        if not wanted:
+        unread = wanted.keys() | near
+        if not unread:
             return reason
-        first = layout.tensors[min(wanted)]
-        return f"{len(wanted)} tensors, such as {min(wanted)!r}, cannot be read from memory ({first.reason or first.kind}), and {reason}"
+        first = layout.tensors[min(unread)]
+        return f"{len(unread)} tensors, such as {min(unread)!r}, cannot be read from memory ({first.reason or first.kind}), and {reason}"
+
+    def _near(self, layout: Layout) -> frozenset[str]:
+        """Return the tensors that can share a block of a file with one that this worker decodes. Those that it decodes are among them."""
+        decoders = self._decoders
+        if decoders is None:
+            return frozenset(layout.tensors)
+        specs = {name: (layout.tensors[name].spec.dtype, layout.tensors[name].spec.shape) for name in self._names}
+        return frozenset(near_tensors(specs, lambda name: decoders.includes(decoders.bits[name])))
 
     def _digest_other(self, name: str) -> Digest:
         """Return the digest of what this worker owns of a tensor that is not direct."""

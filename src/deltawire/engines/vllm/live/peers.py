@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -128,11 +128,11 @@ class PeerBases:
         if self.why_not is not None:
             logger.info("deltawire: not all tensors are read from the memory of other workers: %s", self.why_not)
 
-    def hold(self, wanted: TensorTable) -> str | None:
+    def hold(self, wanted: TensorTable, absent: TensorTable | None = None, near: Collection[str] = ()) -> str | None:
         """Get hold of these tensors, see `BaseSource`."""
-        rest = {name: spec for name, spec in wanted.items() if name not in self._parts}
-        self._kept = len(rest)
-        return self._rest.hold(rest)
+        rest, others = ({name: spec for name, spec in each.items() if name not in self._parts} for each in (wanted, absent or {}))
+        self._kept = len(rest) + len(others.keys() & {*near})
+        return self._rest.hold(rest, others, near)
 
     def writes(self, name: str) -> bool:
         """Return whether `settled` needs the changes of a tensor, see `BaseSource`."""

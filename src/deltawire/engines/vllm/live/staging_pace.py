@@ -11,7 +11,7 @@ DEFAULT_SHARE = 0.025
 """The share of a GPU's time that staging may take, unless the user says otherwise.
 
 The goals are that generation slows down by less than 3%, and that 8 billion weights are staged within a second. Half a percent of the 3%
-is left for Python, which the server's own thread waits for. At this share, an H200 takes 0.94 s for 8.2 billion weights."""
+is left for Python, which the server's own thread waits for. At this share, an H200 takes 0.96 s for 8.2 billion weights."""
 
 _BYTES_PER_ELEMENT = 14.0
 """Decoding an element takes a GPU as long as reading this many bytes, whatever its type. An H200, which reads 4.9 TB/s, decodes 8.2 billion
