@@ -320,7 +320,8 @@ class _Work:
         errors, starts, sums = self.gpu.download(self.columns[:, _ERROR], patch.starts(self.firsts), self.sums)
         _check(errors.view(np.int32))
         found = sums.view(SUMS)
-        return patch, Resolved(np.diff(starts.view(np.uint32).astype(np.int64)), found["before"], found["before"] + found["change"])
+        ends = starts.view(np.uint32).astype(np.int64)
+        return patch, Resolved(ends[1:] - ends[:-1], found["before"], found["before"] + found["change"])
 
 
 def _check(errors: NDArray[np.int64]) -> None:
