@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from learning_run import trainer
 from moe_models import another_routing, moe_model
-from test_batches import completion, rollouts
+from test_training_batches import completion, rollouts
 from tiny_models import bits, torch
 
 from deltawire.errors import UnsupportedRouting, UnusableRouting
