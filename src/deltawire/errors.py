@@ -374,7 +374,10 @@ class RollbackDetected(ChainError):
     The error is `retryable` for one minute after a read first misses something, because a replica of the store may still catch up.
     """
 
-    hint = "The store's content was restored from a backup or replaced. Find out why. To accept it, start with a new mirror directory."
+    hint = (
+        "The store's content was restored from a backup or replaced. Find out why; new training belongs at another URL. "
+        "To accept the new content, restart the reader (an engine, too), and give it a new mirror directory if it has one."
+    )
 
 
 class ChainStale(ChainError):

@@ -14,8 +14,11 @@ from running_blocks import SUBSTITUTES, folder_with_models, run_block, run_pytho
 from tiny_models import bits, torch, transformers
 
 import deltawire
+from deltawire.trainers import adapter_files, adapter_weights
 
 pytest.importorskip("accelerate", reason="the Hugging Face Trainer needs accelerate")
+pytest.importorskip("peft", reason="LoRA adapters need peft")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 NOT_RUN = 6
 """The number of blocks that are marked as not run. Lower it when one of them is run. Raise it only for a block that cannot run."""
@@ -79,6 +82,10 @@ def test_train_and_serve(model: str, folder: Path, monkeypatch: pytest.MonkeyPat
     mirrored = run_python(one_with("Subscriber(", serving), substitutes)
     assert bits(mirrored["engine"].state_dict()) == bits(published)
     run_python(one_with("DiskEngine(", serving), substitutes)
+    adapter = run_python(one_with("adapter_files(", serving), substitutes)
+    deltawire.pull("bucket/math", "adapter")
+    assert bits(load_file("adapter/model.safetensors")) == bits(adapter_weights(adapter["policy"]))
+    assert Path("adapter/adapter_config.json").read_bytes() == adapter_files(adapter["policy"])["adapter_config.json"]
 
     with monkeypatch.context() as torchrun:
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():

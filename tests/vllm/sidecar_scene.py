@@ -32,8 +32,10 @@ class ServerDouble:
         """Returns the hash of a commit."""
         self.one_call = False
         self.answers: list[str] = []
+        self.why_refused = "refused"
         self.is_live = True
         """True if deltas can be decoded against the live weights."""
+        self.loaded_types = "bfloat16"
         self.misfit: str | None = None
         """The reason why the tensors of the chain do not fit the model."""
         self.asleep = self.held = False
@@ -83,7 +85,7 @@ class ServerDouble:
             raise EngineUnreachable("no answer.")
         core = {"one_call": self.one_call, "paused": self.paused, "asleep": self.asleep, "held": self.held}
         core |= {"live": self.is_live, "why_not": None if self.is_live else "of its layout", "commit": self.commit, "digest": self.digest}
-        core |= {"misfit": self.misfit, "loaded_types": "bfloat16"}
+        core |= {"misfit": self.misfit, "loaded_types": self.loaded_types}
         kept = [[{"seq": seq, "commit": self.hashes(seq)} for seq in undo] for undo in self.undo]
         return [{**self.worker, **core, "undo": undo} for undo in kept]
 
@@ -110,7 +112,7 @@ class ServerDouble:
             self.worker |= {"seq": None, "quarantined": True, "error": "half-way"}
             self.name, self.paused = QUARANTINED_LABEL, True
         self._note(f"swap {kv_cache.value}{self._source() if anew else ''}")
-        error = None if outcome == "made" else f"worker 0: {outcome}"
+        error = None if outcome == "made" else f"worker 0: {self.why_refused if outcome == 'refused' else outcome}"
         return SwapAnswer(outcome, error, self.status(), 1.0, 2.0, 3, not self.paused)
 
     def quarantine(self, reason: str) -> list[dict[str, Any]]:

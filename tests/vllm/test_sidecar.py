@@ -7,7 +7,8 @@ import threading
 import pytest
 from sidecar_scene import Scene
 
-from deltawire.chain.reports import QUARANTINED, REFUSED, SERVING
+from deltawire.chain.log import ChainLog
+from deltawire.chain.reports import QUARANTINED, REFUSED, SERVING, read_reports
 from deltawire.cli.commands.sidecar import _Listener
 from deltawire.dtypes import dtype_named
 from deltawire.engines.http_session import Answer
@@ -17,6 +18,7 @@ from deltawire.engines.vllm.model_fit import describe_types
 from deltawire.errors import EngineModelDiffers, EngineQuarantined, EngineRefused, EngineUnavailable
 from deltawire.format.records.record_parts import RecipeRecord
 from deltawire.quantise.recipe import Recipe
+from deltawire.store import open_store
 from deltawire.subscribe.tensor_table import TensorSpec
 
 
@@ -52,6 +54,31 @@ def test_a_chain_of_another_model_ends_the_sidecar_and_leaves_the_server_alone(s
     assert (scene.server.name, scene.server.paused, scene.report().state) == ("default", False, REFUSED)
     assert not scene.cached_mirror.exists()
     assert "mirror-used" not in {event.name for event in scene.events}
+
+
+def test_types_that_are_equal_are_not_called_different(scene: Scene) -> None:
+    scene.publish()
+    scene.server.misfit, scene.server.loaded_types = "1 of its 1 tensors do not fit: 'w'", "float32"
+    with pytest.raises(EngineModelDiffers, match=r"^the tensors of the chain are not those of the model that .*: start it .*'w'"):
+        scene.sidecar.step()
+
+
+def test_a_sidecar_that_ends_leaves_no_report_of_a_version_that_nobody_updates(scene: Scene) -> None:
+    scene.serve()
+    assert scene.report().state == SERVING
+    scene.sidecar.close()
+    with open_store(scene.folder / "store") as store:
+        assert read_reports(store, ChainLog(store).run) == []
+
+
+def test_a_sidecar_that_ends_leaves_the_report_of_what_went_wrong(scene: Scene) -> None:
+    scene.serve()
+    scene.publish()
+    scene.server.failing.add("stage")
+    with pytest.raises(EngineRefused):
+        scene.sidecar.step()
+    scene.sidecar.close()
+    assert scene.report().state == REFUSED
 
 
 @pytest.mark.parametrize(

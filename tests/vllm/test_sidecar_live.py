@@ -10,7 +10,7 @@ from sidecar_scene import Scene
 from deltawire import Publisher, Subscriber
 from deltawire.chain.log import ChainLog
 from deltawire.chain.reports import SERVING
-from deltawire.errors import EngineRefused, StoreUnavailable
+from deltawire.errors import EngineQuarantined, EngineRefused, StoreUnavailable
 from deltawire.format.digest import Digest
 from deltawire.store import open_store
 
@@ -117,6 +117,21 @@ def test_workers_that_cannot_load_from_the_store_load_from_a_mirror(scene: Scene
     scene.server.calls.clear()
     scene.sidecar.step()
     assert scene.server.calls[-1] == "swap drop mirror"  # it is at hand, and needs no credentials
+
+
+@pytest.mark.parametrize("is_quarantined", [False, True])
+def test_no_mirror_hides_that_the_store_was_replaced(scene: Scene, is_quarantined: bool) -> None:
+    """A new mirror has no memory of the run, so it would accept what the workers refuse."""
+    scene.server.one_call = True
+    if is_quarantined:
+        scene.serve()
+    scene.publish()
+    scene.server.answers = ["quarantined", "refused"] if is_quarantined else ["refused"]
+    scene.server.why_refused = "RollbackDetected: commit 1 is not the one that was seen."
+    with pytest.raises(EngineQuarantined if is_quarantined else EngineRefused, match="RollbackDetected"):
+        scene.sidecar.step()
+    assert not scene.cached_mirror.exists()
+    assert "mirror-used" not in {event.name for event in scene.events}
 
 
 def test_a_spool_that_cannot_be_used_does_not_stop_updates(live: Scene) -> None:

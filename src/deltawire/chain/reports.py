@@ -41,6 +41,11 @@ def put_report(store: Store, run: Run, reader: str, state: str, seq: int | None,
     store.put(keys.report_key(reader), dump(record), durable=False)
 
 
+def delete_report(store: Store, reader: str) -> None:
+    """Delete a reader's report, because the reader ends."""
+    store.delete([keys.report_key(reader)])
+
+
 def read_reports(store: Store, run: Run) -> list[Report]:
     """Return the newest report of every engine, by reader.
 

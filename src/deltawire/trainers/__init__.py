@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..publish.weight_source import WeightSource as WeightSource
+    from .bundles import adapter_files as adapter_files
     from .bundles import adapter_weights as adapter_weights
     from .bundles import join_bundles as join_bundles
     from .callback import DeltaWireCallback as DeltaWireCallback
     from .fsdp import FSDPPublisher as FSDPPublisher
 
-__all__ = ["DeltaWireCallback", "FSDPPublisher", "WeightSource", "adapter_weights", "join_bundles"]
+__all__ = ["DeltaWireCallback", "FSDPPublisher", "WeightSource", "adapter_files", "adapter_weights", "join_bundles"]
 
 _LATER = {
     "DeltaWireCallback": ".callback",
     "FSDPPublisher": ".fsdp",
     "WeightSource": "..publish.weight_source",
+    "adapter_files": ".bundles",
     "adapter_weights": ".bundles",
     "join_bundles": ".bundles",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -197,7 +197,7 @@ def sidecar(
             )
         )
         try:
-            with _answering(ready, driver, followers), following(followers, poll=poll):
+            with _answering(ready, engine, driver, followers), following(followers, poll=poll):
                 driver.run(poll=poll) if driver is not None else threading.Event().wait()
         except KeyboardInterrupt:
             return
@@ -206,16 +206,24 @@ def sidecar(
                 driver.close()
 
 
-def _answering(address: str | None, driver: Sidecar | None, followers: Sequence[LoraFollower]) -> contextlib.AbstractContextManager[object]:
-    from ...engines.vllm.driver.readiness import ReadinessRoute
+@contextlib.contextmanager
+def _answering(address: str | None, engine: str, driver: Sidecar | None, followers: Sequence[LoraFollower]) -> Iterator[None]:
+    """Answer GET /ready, if the user asked for it."""
+    from ...engines.vllm.driver.readiness import ReadinessRoute, ServerProbe
 
     def check() -> tuple[bool, Mapping[str, Any]]:
         return with_adapters((True, {}) if driver is None else driver.readiness(), followers)
 
-    try:
-        return contextlib.nullcontext() if address is None else ReadinessRoute(address, check)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--ready") from error
+    if address is None:
+        yield
+        return
+    with contextlib.closing(ServerProbe(engine, check)) as probe:
+        try:
+            route = ReadinessRoute(address, probe)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--ready") from error
+        with route:
+            yield
 
 
 def _print_as_json(event: Event) -> None:

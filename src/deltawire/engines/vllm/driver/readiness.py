@@ -1,18 +1,72 @@
-"""A route for load balancers: `GET /ready` says whether an engine serves a version of the chain."""
+"""A route for load balancers: `GET /ready` says whether an engine serves a version of the chain.
+
+The sidecar may hang in a store that does not answer, while its server dies or restarts. So each request for /ready asks the server, too.
+"""
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from ....errors import EngineError
+from .routes import VllmRoutes
 
 ROUTE = "/ready"
 Check = Callable[[], tuple[bool, Mapping[str, Any]]]
 """Returns whether the engine is ready, and what the answer says."""
+
+
+_PROBE_SECONDS = 3.0
+"""The time that a server has to say whether it generates."""
+_PATIENCE, _PAUSE = 1.0, 0.02
+"""An answer that disagrees with what the sidecar knows is repeated for this time: a swap may be in progress."""
+
+
+class ServerProbe:
+    """Asks a server whether it generates with the version that its sidecar believes it has. Any thread may use it.
+
+    Parameters
+    ----------
+    engine
+        The URL of the server.
+    check
+        Returns what the sidecar knows: whether the server serves a version, and the answer of /ready. `seq` in it is the version.
+    """
+
+    def __init__(self, engine: str, check: Check) -> None:
+        self._routes = VllmRoutes(engine)  # the sidecar counts the requests of its own routes
+        self._check = check
+
+    def __call__(self) -> tuple[bool, Mapping[str, Any]]:
+        """Return whether the server is ready, and the answer of /ready."""
+        end = time.monotonic() + _PATIENCE
+        while True:
+            is_ready, told = self._check()
+            problem = self._problem(told.get("seq")) if is_ready else None
+            if problem is None:
+                return is_ready, told
+            if time.monotonic() > end:
+                return False, {"reason": problem}
+            time.sleep(_PAUSE)
+
+    def close(self) -> None:
+        """Release the connection to the server."""
+        self._routes.close()
+
+    def _problem(self, seq: Any) -> str | None:
+        try:
+            label = self._routes.weight_version(_PROBE_SECONDS)
+            if seq is not None and label != str(seq):
+                return f"the server has the weights {label!r} instead of those of commit {seq}."
+            if self._routes.is_paused(_PROBE_SECONDS):
+                return "the server is paused."
+        except EngineError as error:
+            return str(error)
+        return None
 
 
 class ReadinessRoute:

@@ -150,9 +150,15 @@ class VllmRoutes:
         if resources is not None:
             resources.close()
 
-    def weight_version(self) -> str:
-        """Return the label that the last update gave to the weights, or "default" if there was no update."""
-        return str(self._get("/weight_info")["weight_version"])
+    def weight_version(self, seconds: float = _PROMPT) -> str:
+        """Return the label that the last update gave to the weights, or "default" if there was no update.
+
+        Parameters
+        ----------
+        seconds
+            Seconds that the server may take to answer.
+        """
+        return str(self._get("/weight_info", seconds)["weight_version"])
 
     def release(self) -> str | None:
         """Return the release of vLLM, such as "0.32.0". None if the server does not tell it."""
@@ -168,9 +174,15 @@ class VllmRoutes:
         except (RouteFailed, KeyError, TypeError):
             return None
 
-    def is_paused(self) -> bool:
-        """Return whether the server is paused."""
-        return bool(self._get("/is_paused")["is_paused"])
+    def is_paused(self, seconds: float = _PROMPT) -> bool:
+        """Return whether the server is paused.
+
+        Parameters
+        ----------
+        seconds
+            Seconds that the server may take to answer.
+        """
+        return bool(self._get("/is_paused", seconds)["is_paused"])
 
     def checksums(self) -> dict[str, str]:
         """Return a hash of each tensor of each worker, as vLLM computes them."""
@@ -343,8 +355,8 @@ class VllmRoutes:
         """Call a method of every worker. Returns the result of each."""
         return list(self._post("/collective_rpc", {"method": method, "args": list(arguments)})["results"])
 
-    def _get(self, route: str) -> Any:
-        return self._ask("GET", route, None, _PROMPT)
+    def _get(self, route: str, seconds: float = _PROMPT) -> Any:
+        return self._ask("GET", route, None, seconds)
 
     def _post(self, route: str, body: Mapping[str, Any] | None) -> Any:
         return self._ask("POST", route, body, self._patience)
@@ -385,16 +397,18 @@ class VllmRoutes:
         A server whose engine process has died never answers its clients, and waits for them to disconnect.
         """
         deadline = time.monotonic() + timeout
-        while not pending.wait(_CHECK_SECONDS):
-            if time.monotonic() > deadline:
+        left = timeout
+        while not pending.wait(min(_CHECK_SECONDS, left)):
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise NoAnswer(f"{self.url}{route}: no answer after {timeout:.0f} s")
-            if _has_ended(session):
+            if _has_ended(session, min(_PROMPT, left)):
                 raise NoAnswer(f"{self.url}{route}: the server, or its engine, has ended")
 
 
-def _has_ended(session: HttpSession) -> bool:
+def _has_ended(session: HttpSession, seconds: float) -> bool:
     """Return whether the server accepts no requests, or reports that its engine has died. A slow server has not ended."""
     try:
-        return session.ask("GET", "/health", timeout=_PROMPT).status >= 400
+        return session.ask("GET", "/health", timeout=seconds).status >= 400
     except NoAnswer as error:
         return error.refused

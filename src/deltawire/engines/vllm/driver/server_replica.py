@@ -23,7 +23,7 @@ from ....chain.reports import QUARANTINED, REFUSED
 from ....chain.restore import Hop
 from ....chain.version import Version
 from ....chain.walk_route import taking, walk_route
-from ....errors import ChainError, DecodingDiffers, EngineModelDiffers, EngineQuarantined, EngineRefused, SpoolError
+from ....errors import ChainError, DecodingDiffers, EngineModelDiffers, EngineQuarantined, EngineRefused, RollbackDetected, SpoolError
 from ....events import OnEvent, Value, emit
 from ....format.records.record_parts import FileEntry
 from ....format.records.version_records import Commit
@@ -50,6 +50,8 @@ the beginning. If there was no version before, only the third share counts."""
 _MOST_LIVE_FAILURES = 2
 """After this many live updates that were refused one after the other, the version is loaded from a mirror."""
 _KEPT_HOPS = 2
+_TYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""vLLM's names of types, and those of safetensors."""
 Report = Callable[[str, int | None, str | None], None]
 """Tells the store what became of an update: the state of the engine, the number of its commit, and an error."""
 
@@ -226,7 +228,10 @@ class ServerReplica:
         url, holds = self._settings.url, describe_types(table, target.recipe)
         serves = next((str(worker["loaded_types"]) for worker in workers if worker.get("loaded_types")), "another model")
         remedy = f"name it with --lora NAME={url}" if is_adapter(table) else f"start it with the files of `deltawire pull {url} DIR`"
-        error = EngineModelDiffers(f"the chain holds {holds}, but the server serves {serves}: {remedy}. The chain is not used: {reason}.")
+        differs = f"the chain holds {holds}, but the server serves {serves}"
+        if holds == f"{_TYPE_NAMES.get(serves)} weights":
+            differs = "the tensors of the chain are not those of the model that the server serves"
+        error = EngineModelDiffers(f"{differs}: {remedy}. The chain is not used: {reason}.")
         self._report(REFUSED, None if self._commit is None else self._commit.seq, error.message)
         raise error
 
@@ -341,7 +346,8 @@ class ServerReplica:
             try:
                 self._update(target, anew=True)
             except (EngineRefused, EngineQuarantined) as error:
-                if self.last_update is None or not self.last_update.was_refused:
+                was_replaced = RollbackDetected.__name__ in str(error)  # a new mirror would accept what the workers refuse
+                if was_replaced or self.last_update is None or not self.last_update.was_refused:
                     raise
                 self._tell_why_not(str(error))  # nothing has changed: the workers may have no credentials for the store
             else:

@@ -11,6 +11,7 @@ so that the publisher can see the state of the engine. The routes that it uses a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from dataclasses import replace
@@ -20,7 +21,7 @@ from typing import Any
 from blake3 import blake3
 
 from ....chain.reader_options import ReaderOptions
-from ....chain.reports import SERVING, put_report
+from ....chain.reports import SERVING, delete_report, put_report
 from ....chain.version import Version
 from ....errors import DecodingDiffers, DeltawireError, EngineError, EngineModelDiffers, NoChain, NoChannel, StoreError
 from ....events import Event, OnEvent, emit
@@ -227,7 +228,13 @@ class Sidecar:
         return True, {"seq": served.seq, "updates": served.updates}
 
     def close(self) -> None:
-        """Release the spool, the mirror and the store. The server keeps its weights."""
+        """Release the spool, the mirror and the store. The server keeps its weights.
+
+        The report of a server that serves a version is deleted: nobody would correct it when newer versions come.
+        """
+        if self._reported is not None:
+            with contextlib.suppress(StoreError):
+                delete_report(self._store, self.reader)
         self._subscriber.close()
         if self._owns_routes:
             self.routes.close()
