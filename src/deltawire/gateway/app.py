@@ -27,6 +27,7 @@ from .bodies import (
     send_json,
     until_gone,
 )
+from .engine_client import NoAnswer
 from .engine_pool import EnginePool
 from .feedback import FeedbackIntake, derived_id, read_feedback
 from .memory import MemoryBudget, Reservation
@@ -34,6 +35,7 @@ from .options import GatewayOptions
 from .otlp import EvaluationResult, read_results, response_body
 from .proxy import Proxy
 from .requests import ROUTES, read_request
+from .stoppable import Stoppable
 
 _MOST_FEEDBACK_BODY = 64 << 10
 _MOST_OTLP_BODY = 4 << 20
@@ -175,17 +177,13 @@ class GatewayApp:
         raw = await read_body(receive, headers, self._options.most_bytes, memory=memory)
         body = parse_object(raw, memory)
         asked = read_request(ROUTES[scope["path"]], body, headers, caller, consent=self._options.consent, memory=memory)
-        work = asyncio.ensure_future(self._proxy.answer(asked, raw, headers, send))
         gone = asyncio.ensure_future(until_gone(receive))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise CallerGone
-            await work
+            with Stoppable() as answering:
+                gone.add_done_callback(lambda _: answering.stop(CallerGone()))
+                await self._proxy.answer(asked, raw, headers, send)
         finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            gone.cancel()
 
     async def _take_feedback(
         self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send
@@ -221,20 +219,17 @@ class GatewayApp:
         await send_bytes(send, data, "application/json" if "json" in kind else "application/x-protobuf")
 
     async def _models(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
-        import httpx
-
         for _ in range(3):
             engine = await self._pool.take(self._pool.main)
             try:
                 found = await self._pool.get(engine.address.url + "/v1/models", most=self._options.most_bytes, memory=memory)
-            except (httpx.HTTPError, OSError, EngineLost) as error:
+            except (NoAnswer, EngineLost) as error:
                 self._pool.lost(engine, str(error))
                 continue
             finally:
                 self._pool.give_back(engine)
-            if found.status < 600:  # the server knows no others
-                await send_bytes(send, found.data, found.kind, status=found.status)
-                return
+            await send_bytes(send, found.data, found.kind, status=found.status)
+            return
         raise GatewayBusy("the engines were lost while they answered.")
 
     async def _health(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:

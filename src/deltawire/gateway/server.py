@@ -25,7 +25,8 @@ from ..subscribe.model_files import read_model_files
 from .api_keys import ApiKeys
 from .app import GatewayApp
 from .channel_watch import ChannelWatch
-from .engine_pool import EnginePool, http_client
+from .engine_client import EngineClient
+from .engine_pool import EnginePool
 from .feedback import FeedbackIntake
 from .http_server import ENDING_SECONDS, listen
 from .journal import Journal, ended_sessions
@@ -98,7 +99,7 @@ class _Gateway:
         async with contextlib.AsyncExitStack() as open_parts:
             ended = list(ended_sessions(options.journal))
             journal = Journal(options.journal, session)
-            client = await open_parts.enter_async_context(http_client())
+            client = await open_parts.enter_async_context(EngineClient())
             names = {address.channel for address in options.engines}
             loop = asyncio.get_running_loop()
             channels = ChannelWatch(
