@@ -181,6 +181,7 @@ class Recorder:
     def note(self, intent: dict[str, Any]) -> bool:
         """Write an intent into the journal. Returns False if that is not possible."""
         try:
+            self._known.keep(intent["id"], intent["episode"], intent["caller"])
             self._journal.add_intent(intent["id"], intent)
         except OSError as error:
             self._stop(f"the journal cannot be written: {error}")

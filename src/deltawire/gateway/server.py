@@ -29,6 +29,7 @@ from .engine_client import EngineClient
 from .engine_pool import EnginePool
 from .feedback import FeedbackIntake
 from .http_server import ENDING_SECONDS, listen
+from .id_log import IdLog
 from .journal import Journal, ended_sessions
 from .known_ids import KnownIds
 from .memory import MemoryBudget
@@ -119,7 +120,18 @@ class _Gateway:
                 patience=options.patience,
                 on_event=self._on_event,
             )
-            known = KnownIds(self._store, run, session, most=options.known_ids, on_event=self._on_event)
+            metrics = MetricsWatch(self._reading.open_log(self._store))
+            log = IdLog(options.journal, session, most=options.known_ids)
+            open_parts.callback(log.close)
+            known = KnownIds(
+                self._store,
+                run,
+                session,
+                most=options.known_ids,
+                log=log,
+                longest=lambda: max((metric.window for metric in metrics().values()), default=0.0),
+                on_event=self._on_event,
+            )
             uploads = Uploads(self._reading.open_log(self._store), [journal, *ended], flush=options.flush, on_event=self._on_event)
             memory = MemoryBudget(options.memory_bytes)
             recorder = Recorder(
@@ -134,7 +146,6 @@ class _Gateway:
                 routers=functools.cache(self._routers),
                 on_event=self._on_event,
             )
-            metrics = MetricsWatch(self._reading.open_log(self._store))
             feedback = FeedbackIntake(self._store, run, session, known, metrics, seconds=options.store_seconds, on_event=self._on_event)
             proxy = Proxy(pool, channels, recorder, options=options, on_event=self._on_event)
             app = GatewayApp(
