@@ -176,9 +176,11 @@ def count_late_feedback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take_the_first_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        join_rules.StoredFeedback, "rank", property(lambda self: (-self.feedback.revision, -self.feedback.time, self.feedback.id))
-    )
+    monkeypatch.setattr(join_rules.StoredFeedback, "rank", property(lambda self: (-self.feedback.revision, -self.stored, self.index)))
+
+
+def trust_the_clocks_of_gateways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_rules.StoredFeedback, "rank", property(lambda self: (self.feedback.revision, self.feedback.time, self.index)))
 
 
 def join_the_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +207,7 @@ def join_the_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(forget_the_journal_before_the_put, "never stored", 8, id="journal forgotten too early"),
         pytest.param(count_late_feedback, "but feedback gives it", 1, id="late feedback counted"),
         pytest.param(take_the_first_revision, "but feedback gives it", 0, id="revisions ignored"),
+        pytest.param(trust_the_clocks_of_gateways, "but feedback gives it", 0, id="clocks of gateways trusted"),
         pytest.param(join_the_wrong_answer, "but feedback gives it", 0, id="rewards of another answer"),
     ],
 )
