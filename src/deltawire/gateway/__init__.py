@@ -1,6 +1,7 @@
 """The gateway: an OpenAI-compatible proxy in front of engines that follow a chain, which records what it answers.
 
     app.py             the routes, and the checks that every request passes
+    origins.py         lets pages of named origins use the gateway
     proxy.py           sends a request to an engine, and the answer to the caller
     engine_pool.py     knows which engines run, and which version each has
     engine_client.py   sends requests to engines

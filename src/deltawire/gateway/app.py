@@ -32,6 +32,7 @@ from .engine_pool import EnginePool
 from .feedback import FeedbackIntake, derived_id, read_feedback
 from .memory import MemoryBudget, Reservation
 from .options import GatewayOptions
+from .origins import Origins
 from .otlp import EvaluationResult, read_results, response_body
 from .proxy import Proxy
 from .requests import ROUTES, read_request
@@ -159,7 +160,7 @@ class GatewayApp:
         app.router.routes.append(Route("/v1/models", Endpoint(self, self._models), methods=["GET"]))
         app.router.routes.append(Route("/healthz", Endpoint(self, self._health, is_open=True), methods=["GET"]))
         app.router.routes.append(Route("/metrics", Endpoint(self, self._tell_metrics, is_open=True), methods=["GET"]))
-        return app
+        return Origins(app, self._options.origins, self.names) if self._options.origins else app
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[Reservation]:
