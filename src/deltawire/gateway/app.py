@@ -194,7 +194,7 @@ class GatewayApp:
             raise RequestMalformed("dryrun must be true or false.")
         feedback = await self._feedback.check(read_feedback(body, caller, key=headers.get("idempotency-key")))
         if not is_dry:
-            await self._feedback.store(feedback)
+            await self._feedback.store(feedback, memory)
         await send_json(send, {"feedback_id": feedback.id})
 
     async def _take_otlp(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
@@ -210,7 +210,7 @@ class GatewayApp:
                 good.append(await self._feedback.check(feedback_of(result, caller)))
             except GatewayError as error:
                 rejected, why = rejected + 1, f"{type(error).__name__}: {error}"
-        stored = await asyncio.gather(*map(self._feedback.store, good), return_exceptions=True)
+        stored = await asyncio.gather(*(self._feedback.store(each, memory) for each in good), return_exceptions=True)
         for outcome in stored:
             if isinstance(outcome, GatewayError) and outcome.retryable:
                 raise outcome
