@@ -202,6 +202,12 @@ def _memory(process: Any) -> float:
     return float("nan")
 
 
+def _processor_seconds(process: Any) -> float:
+    """Return the processor time that a process has used."""
+    words = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _stored(store: Path) -> list[str]:
     with open_store(store) as opened:
         files = [Interactions.parse(opened.get(info.key, limit=1 << 26)) for info in opened.list(INTERACTIONS)]
@@ -223,21 +229,21 @@ def measure(seconds: float = 10.0) -> Table:
     table = Table(
         "gateway",
         f"The gateway with recording on, against the bare engine: chats with answers of {_TOKENS} tokens, {seconds:g} s for each load",
-        ["engine", "clients", "streamed", "bare requests/s", "gateway requests/s", "share", "added p50 ms", "added p99 ms"],
+        ["engine", "clients", "streamed", "bare requests/s", "gateway requests/s", "share", "added p50 ms", "added p99 ms", "processor ms"],
     )
     loads = [os.getloadavg()[0]]
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store")
         label = _publish(store)
-        with _process(_instant, label) as (_, engine), _process(_gateway, str(store), f"{folder}/a", engine) as (_, url):
+        with _process(_instant, label) as (_, engine), _process(_gateway, str(store), f"{folder}/a", engine) as (process, url):
             _wait_for_engine(url)
             for clients, stream in ((1, False), (1, True), (16, False), (16, True)):
-                _compare(table, "instant", engine, url, clients, stream, seconds)
+                _compare(table, "instant", engine, process, url, clients, stream, seconds)
             loads.append(os.getloadavg()[0])
-        with _process(_transformers, str(store)) as (_, engine), _process(_gateway, str(store), f"{folder}/b", engine) as (_, url):
+        with _process(_transformers, str(store)) as (_, engine), _process(_gateway, str(store), f"{folder}/b", engine) as (process, url):
             _wait_for_engine(url)
             for clients in (1, 16):
-                _compare(table, "deltawire serve, tiny model", engine, url, clients, False, seconds)
+                _compare(table, "deltawire serve, tiny model", engine, process, url, clients, False, seconds)
         loads.append(os.getloadavg()[0])
         _kill(table, store, folder, label)
     table.notes.append(_load_words(loads))
@@ -287,12 +293,15 @@ def measure_long(minutes: float = 60.0) -> Table:
     return table
 
 
-def _compare(table: Table, name: str, engine: str, url: str, clients: int, stream: bool, seconds: float) -> None:
+def _compare(table: Table, name: str, engine: str, process: Any, url: str, clients: int, stream: bool, seconds: float) -> None:
     bare, bare_times = _load(engine, clients, seconds, stream=stream)
-    rate, times = _load(url, clients, seconds, stream=stream)
+    ids: list[str] = []
+    before = _processor_seconds(process)
+    rate, times = _load(url, clients, seconds, stream=stream, ids=ids)
+    spent = _processor_seconds(process) - before
     added = [_ms(times, part) - _ms(bare_times, part) for part in (0.5, 0.99)]
     row = [name, str(clients), "yes" if stream else "no", f"{bare:,.0f}", f"{rate:,.0f}", f"{rate / bare:.0%}"]
-    table.rows.append([*row, *(f"{each:.2f}" for each in added)])
+    table.rows.append([*row, *(f"{each:.2f}" for each in added), f"{1e3 * spent / len(ids):.2f}"])
 
 
 def _wait_for_engine(url: str) -> None:

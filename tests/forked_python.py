@@ -53,7 +53,7 @@ _TORCH += ["transformers.models.auto.modeling_auto", "transformers.models.auto.t
 _TORCH += ["deltawire.trainers", "deltawire.rl.*", "deltawire.fleet.*", "deltawire.gateway.*"]
 _TORCH += [
     name
-    for name in ("fastapi", "uvicorn.protocols.http.httptools_impl", "prometheus_client")
+    for name in ("aiohttp", "fastapi", "uvicorn.protocols.http.httptools_impl", "prometheus_client")
     if importlib.util.find_spec(name.partition(".")[0])
 ]
 _TRL = [*_TORCH, "trl.experimental.async_grpo", "datasets"]

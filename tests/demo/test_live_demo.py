@@ -11,6 +11,7 @@ from forked_python import forked_run
 
 pytest.importorskip("transformers", reason="the policy is a transformers model")
 pytest.importorskip("fastapi", reason="the gateway needs the extra `gateway`")
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-LANGUAGES = ("python", "sh", "json", "text")
+LANGUAGES = ("python", "sh", "json", "javascript", "text")
 REASONS = {
     "it installs packages": "tests do not change the environment that they run in",
     "it needs a CUDA GPU": "CI has none",

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fleet"))
 
 from gateway_scene import Scene, gateway, serving

@@ -17,7 +17,8 @@ from deltawire.engines.answer_table import ENGINE_ROUTE
 from deltawire.errors import EngineLost
 from deltawire.gateway.api_keys import Caller
 from deltawire.gateway.bodies import headers_of, read_body, send_json, send_start
-from deltawire.gateway.engine_pool import EnginePool, http_client
+from deltawire.gateway.engine_client import EngineClient
+from deltawire.gateway.engine_pool import EnginePool
 from deltawire.gateway.event_stream import MOST_EVENT, EventSplitter
 from deltawire.gateway.http_server import listen
 from deltawire.gateway.inline import _MOST_TOKENS, InlineAnswer
@@ -57,7 +58,7 @@ class HostileEngine:
 
 def test_an_answer_without_end_is_read_only_up_to_its_limit() -> None:
     async def get(url: str) -> bytes:
-        async with http_client() as client:
+        async with EngineClient() as client:
             return (await EnginePool([EngineAddress(url)], None, client).get(url + "/endless", most=1 << 17)).data  # type: ignore[arg-type]
 
     with serving(HostileEngine("0", "/endless").serve) as url, pytest.raises(EngineLost, match="more than 131,072 bytes"):
@@ -79,7 +80,7 @@ class Chunks:
     def __init__(self, chunks: AsyncIterator[bytes]) -> None:
         self._chunks = chunks
 
-    def aiter_raw(self) -> AsyncIterator[bytes]:
+    def chunks(self) -> AsyncIterator[bytes]:
         return self._chunks
 
 
@@ -111,6 +112,29 @@ def test_a_long_stream_is_passed_on_without_memory_for_it() -> None:
     assert passed == 1000 * len(chunk)
     assert notes.size == MOST_COPY + 1  # so it is longer than what is read for its facts
     assert notes.count < 20
+
+
+@pytest.mark.parametrize("end", [b"data: [DONE]\n\n", b"event: response.completed\ndata: {}\n\n"])
+def test_the_last_event_is_passed_on_when_the_engine_has_ended_its_answer(end: bytes) -> None:
+    """The client of OpenAI goes away as soon as it has that event. The answer must be recorded by then."""
+    first = b"data: " + json.dumps({"id": ASKED.answer_id}).encode() + b"\n\n"
+    happened: list[Any] = []
+
+    class Watched(Notes):
+        def answered(self, copies: list[bytes], inline: Any) -> None:
+            happened.append("answered")
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield first
+        yield end
+        happened.append("ended")
+
+    async def send(message: Any) -> None:
+        happened.append(message.get("body"))
+
+    proxy = Proxy(None, None, None, options=GatewayOptions([EngineAddress("http://127.0.0.1:9")]))  # type: ignore[arg-type]
+    asyncio.run(proxy._stream(Chunks(chunks()), ASKED, Watched(), None, {}, send))  # type: ignore[arg-type]
+    assert happened == [None, first, "ended", "answered", end]
 
 
 def test_tokens_inside_a_stream_are_kept_up_to_a_limit() -> None:

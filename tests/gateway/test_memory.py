@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_scene import Scene, gateway, serving, wait_until
+from gateway_scene import AwayStore, Scene, gateway, serving, stored_feedback, wait_until
 from scripted_engine import ScriptedEngine
 from tiny_policy import TinyPolicy
 
@@ -23,7 +23,8 @@ from deltawire.gateway.event_stream import mapped_events
 from deltawire.gateway.inline import InlineAnswer
 from deltawire.gateway.memory import MemoryBudget, json_memory
 from deltawire.gateway.requests import AskedFor
-from deltawire.store import Store
+from deltawire.store import Store, open_store
+from deltawire.store.live_keys import FEEDBACK
 
 LARGE = "w" * 100_000
 
@@ -146,6 +147,43 @@ def test_requests_release_their_memory_however_they_end(
             assert scene.chat(LARGE)[0] == 200
             wait_until(lambda: "interaction-unusable" in scene.names(), "the refused recording")
         wait_until(lambda: budgets[0].used == 0, "the memory of all requests")
+
+
+@pytest.mark.parametrize("route", ["/feedback", "/v1/logs"])
+def test_feedback_that_waits_for_the_store_keeps_its_memory(
+    route: str, policy: TinyPolicy, tmp_path: Path, budgets: list[MemoryBudget]
+) -> None:
+    with open_store(tmp_path / "store") as inner, serving(ScriptedEngine(str(policy.first.seq)).serve) as engine:
+        away = AwayStore(inner, FEEDBACK)
+        with gateway(away, tmp_path, engine, memory_bytes=200_000, store_seconds=0.01) as scene:
+            name = scene.chat()[2]["x-deltawire-inference-id"]
+            scene.wait_for(name)
+            wait_until(lambda: budgets[0].used == 0, "the memory of the answer")
+            refused, sent = "FeedbackNotStored", 0
+            while refused == "FeedbackNotStored":
+                held = budgets[0].used
+                status, answer, _ = scene.post(route, about(route, name, sent))
+                assert status == 503
+                refused, sent = answer["error"]["type"], sent + 1
+                assert sent < 1000
+            assert refused == "GatewayFull"
+            assert sent > 2
+            assert held > 100_000
+            assert budgets[0].used == held  # nobody waits for an answer any more
+            away.is_away = False
+            wait_until(lambda: budgets[0].used == 0, "the memory of feedback")
+            assert len([one for file in stored_feedback(inner) for one in file.feedback]) == sent - 1
+
+
+def about(route: str, name: str, number: int) -> Any:
+    """Return the body of a request with feedback."""
+    text = f"{number} {'x' * 4000}"
+    if route == "/feedback":
+        return {"inference_id": name, "metric_name": "comment", "value": text}
+    told = {"gen_ai.evaluation.name": "comment", "gen_ai.response.id": name, "gen_ai.evaluation.score.label": text}
+    attributes = [{"key": key, "value": {"stringValue": value}} for key, value in told.items()]
+    record = {"eventName": "gen_ai.evaluation.result", "timeUnixNano": str(number), "attributes": attributes}
+    return {"resourceLogs": [{"scopeLogs": [{"logRecords": [record]}]}]}
 
 
 def asked_with(budget: MemoryBudget) -> AskedFor:

@@ -60,14 +60,16 @@ def all_feedback(draw: Any) -> list[StoredFeedback]:
             caller=draw(st.sampled_from([None, "app", "other"])),
             **about,
         )
-        found.append(StoredFeedback(feedback, float(draw(st.integers(0, 80))), (str(number), 0)))
+        found.append(
+            StoredFeedback(feedback, float(draw(st.integers(0, 80))), (draw(st.sampled_from(["gw.1", "gw.2"])), number // 3, number % 3))
+        )
     return found
 
 
 def reference(pending: list[Pending], given: list[StoredFeedback]) -> dict[LiveItem, float]:
     """Return the reward of each interaction that has one, written as the rules read, without any of the code that is tested."""
     first: dict[tuple[str | None, str], StoredFeedback] = {}
-    for one in sorted(given, key=lambda one: (one.stored, one.place)):
+    for one in sorted(given, key=lambda one: (one.stored, one.index)):
         first.setdefault((one.feedback.caller, one.feedback.id), one)
     kept: dict[tuple[str, int], Pending] = {}
     for each in sorted(pending, key=lambda each: (each.stored, each.item)):
@@ -80,7 +82,7 @@ def reference(pending: list[Pending], given: list[StoredFeedback]) -> dict[LiveI
             feedback = one.feedback
             if feedback.caller is not None and feedback.caller != each.caller:
                 continue
-            order = (feedback.revision, feedback.time, feedback.id, feedback.caller or "")
+            order = (feedback.revision, one.stored, *one.index)
             on_time = one.stored <= each.stored + 20
             if feedback.metric == "thumbs" and feedback.inference == each.id and type(feedback.value) is bool and on_time:
                 votes.append((order, 1.0 if feedback.value else 0.0))
@@ -146,7 +148,7 @@ def test_a_table_has_a_limit_and_drops_feedback_without_an_interaction_first() -
     assert table.is_full
     for number in range(6):
         about = ID(1) if number < 2 else ID(2)
-        table.add_feedback(StoredFeedback(Feedback(ID(10 + number), "thumbs", True, inference=about), float(number), ("k", number)))
+        table.add_feedback(StoredFeedback(Feedback(ID(10 + number), "thumbs", True, inference=about), float(number), ("gw.0", number, 0)))
     assert table.ripe(60.0) == []
     assert table.feedback == 3
     assert table.counts["dropped"] == 3
@@ -157,7 +159,7 @@ def test_a_table_has_a_limit_and_drops_feedback_without_an_interaction_first() -
 def test_feedback_stays_when_an_earlier_interaction_replaces_a_repeated_one() -> None:
     table = JoinTable(METRICS)
     table.add_interaction(Pending(LiveItem("gw.0", 1, 0), "k1", ID(1), 0, 51.0, (0, 0), 1, 1))
-    table.add_feedback(StoredFeedback(Feedback(ID(10), "thumbs", True, inference=ID(1)), 52.0, ("f", 0)))
+    table.add_feedback(StoredFeedback(Feedback(ID(10), "thumbs", True, inference=ID(1)), 52.0, ("gw.0", 0, 0)))
     table.add_interaction(Pending(LiveItem("gw.0", 0, 0), "k0", ID(1), 0, 50.0, (0, 0), 1, 1))
     [joined] = table.ripe(100.0)
     assert (joined.pending.key, joined.values) == ("k0", {"thumbs": 1.0})

@@ -70,8 +70,12 @@ def take_the_lowest_revision(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(join_rules.StoredFeedback, "rank", property(lambda self: tuple(-part for part in self_rank(self))))
 
 
-def self_rank(given: Any) -> tuple[int, int, int]:
-    return given.feedback.revision, given.feedback.time, int(given.feedback.id[-12:], 16)
+def self_rank(given: Any) -> tuple[int, float, int]:
+    return given.feedback.revision, given.stored, given.index[1]
+
+
+def trust_the_clocks_of_gateways(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(join_rules.StoredFeedback, "rank", property(lambda self: (self.feedback.revision, self.feedback.time, self.index)))
 
 
 def count_late_feedback(patch: pytest.MonkeyPatch) -> None:
@@ -107,6 +111,7 @@ BREAKAGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "consent does not count": (ignore_consent, "without consent"),
     "windows end early": (end_windows_early, "instead of"),
     "an old revision counts": (take_the_lowest_revision, "instead of"),
+    "the clock of a gateway counts": (trust_the_clocks_of_gateways, "instead of"),
     "late feedback counts": (count_late_feedback, "instead of"),
     "feedback of other callers counts": (count_feedback_of_other_callers, "instead of"),
     "an answer gets the tokens of another": (take_the_place_of_another_answer, "another answer"),

@@ -176,9 +176,11 @@ def count_late_feedback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take_the_first_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        join_rules.StoredFeedback, "rank", property(lambda self: (-self.feedback.revision, -self.feedback.time, self.feedback.id))
-    )
+    monkeypatch.setattr(join_rules.StoredFeedback, "rank", property(lambda self: (-self.feedback.revision, -self.stored, self.index)))
+
+
+def trust_the_clocks_of_gateways(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_rules.StoredFeedback, "rank", property(lambda self: (self.feedback.revision, self.feedback.time, self.index)))
 
 
 def join_the_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,17 +196,18 @@ def join_the_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("break_it", "violation", "seed"),
     [
-        pytest.param(forget_used_interactions, "of the same line of history did", 8, id="used interactions forgotten"),
+        pytest.param(forget_used_interactions, "of the same line of history did", 21, id="used interactions forgotten"),
         pytest.param(acknowledge_before_the_put, "is acknowledged, but is not in the store", 0, id="acknowledged before the put"),
-        pytest.param(ignore_rollbacks, "do not come to rest", 2, id="rollbacks ignored"),
+        pytest.param(ignore_rollbacks, "do not come to rest", 0, id="rollbacks ignored"),
         pytest.param(serve_the_newest_version, "was never on channel", 3, id="newest version instead of the channel's"),
         pytest.param(move_without_evidence, "without evidence", 0, id="moves before evidence"),
         pytest.param(promote_every_canary, "promotes the bad version", 0, id="every canary promoted"),
-        pytest.param(overwrite_moves, "overwritten", 9, id="moves overwritten"),
+        pytest.param(overwrite_moves, "overwritten", 6, id="moves overwritten"),
         pytest.param(train_without_consent, "not in the store as it was answered", 0, id="consent ignored"),
         pytest.param(forget_the_journal_before_the_put, "never stored", 8, id="journal forgotten too early"),
         pytest.param(count_late_feedback, "but feedback gives it", 1, id="late feedback counted"),
         pytest.param(take_the_first_revision, "but feedback gives it", 0, id="revisions ignored"),
+        pytest.param(trust_the_clocks_of_gateways, "but feedback gives it", 17, id="clocks of gateways trusted"),
         pytest.param(join_the_wrong_answer, "but feedback gives it", 0, id="rewards of another answer"),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 
 from gateway_scene import Scene, gateway
 from live_server import LiveServer, LiveSidecar, wait_until

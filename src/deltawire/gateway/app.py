@@ -27,13 +27,16 @@ from .bodies import (
     send_json,
     until_gone,
 )
+from .engine_client import NoAnswer
 from .engine_pool import EnginePool
 from .feedback import FeedbackIntake, derived_id, read_feedback
 from .memory import MemoryBudget, Reservation
 from .options import GatewayOptions
+from .origins import Origins
 from .otlp import EvaluationResult, read_results, response_body
 from .proxy import Proxy
 from .requests import ROUTES, read_request
+from .stoppable import Stoppable
 
 _MOST_FEEDBACK_BODY = 64 << 10
 _MOST_OTLP_BODY = 4 << 20
@@ -157,7 +160,7 @@ class GatewayApp:
         app.router.routes.append(Route("/v1/models", Endpoint(self, self._models), methods=["GET"]))
         app.router.routes.append(Route("/healthz", Endpoint(self, self._health, is_open=True), methods=["GET"]))
         app.router.routes.append(Route("/metrics", Endpoint(self, self._tell_metrics, is_open=True), methods=["GET"]))
-        return app
+        return Origins(app, self._options.origins, self.names) if self._options.origins else app
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[Reservation]:
@@ -175,17 +178,13 @@ class GatewayApp:
         raw = await read_body(receive, headers, self._options.most_bytes, memory=memory)
         body = parse_object(raw, memory)
         asked = read_request(ROUTES[scope["path"]], body, headers, caller, consent=self._options.consent, memory=memory)
-        work = asyncio.ensure_future(self._proxy.answer(asked, raw, headers, send))
         gone = asyncio.ensure_future(until_gone(receive))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise CallerGone
-            await work
+            with Stoppable() as answering:
+                gone.add_done_callback(lambda _: answering.stop(CallerGone()))
+                await self._proxy.answer(asked, raw, headers, send)
         finally:
-            for task in (work, gone):
-                task.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)
+            gone.cancel()
 
     async def _take_feedback(
         self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send
@@ -195,7 +194,7 @@ class GatewayApp:
             raise RequestMalformed("dryrun must be true or false.")
         feedback = await self._feedback.check(read_feedback(body, caller, key=headers.get("idempotency-key")))
         if not is_dry:
-            await self._feedback.store(feedback)
+            await self._feedback.store(feedback, memory)
         await send_json(send, {"feedback_id": feedback.id})
 
     async def _take_otlp(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
@@ -211,7 +210,7 @@ class GatewayApp:
                 good.append(await self._feedback.check(feedback_of(result, caller)))
             except GatewayError as error:
                 rejected, why = rejected + 1, f"{type(error).__name__}: {error}"
-        stored = await asyncio.gather(*map(self._feedback.store, good), return_exceptions=True)
+        stored = await asyncio.gather(*(self._feedback.store(each, memory) for each in good), return_exceptions=True)
         for outcome in stored:
             if isinstance(outcome, GatewayError) and outcome.retryable:
                 raise outcome
@@ -221,20 +220,17 @@ class GatewayApp:
         await send_bytes(send, data, "application/json" if "json" in kind else "application/x-protobuf")
 
     async def _models(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
-        import httpx
-
         for _ in range(3):
             engine = await self._pool.take(self._pool.main)
             try:
                 found = await self._pool.get(engine.address.url + "/v1/models", most=self._options.most_bytes, memory=memory)
-            except (httpx.HTTPError, OSError, EngineLost) as error:
+            except (NoAnswer, EngineLost) as error:
                 self._pool.lost(engine, str(error))
                 continue
             finally:
                 self._pool.give_back(engine)
-            if found.status < 600:  # the server knows no others
-                await send_bytes(send, found.data, found.kind, status=found.status)
-                return
+            await send_bytes(send, found.data, found.kind, status=found.status)
+            return
         raise GatewayBusy("the engines were lost while they answered.")
 
     async def _health(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from ..errors import GatewayError, RequestMalformed, RequestSlow, RequestTooLarge
 from .memory import MemoryBudget, Reservation, json_memory
+from .stoppable import Stoppable
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -45,7 +46,8 @@ async def read_body(
     """
     memory = memory or MemoryBudget().reservation()
     try:
-        return await asyncio.wait_for(_read_body(receive, headers, most, memory), seconds)
+        with Stoppable(seconds):
+            return await _read_body(receive, headers, most, memory)
     except asyncio.TimeoutError:
         raise RequestSlow(f"the body was not complete after {seconds:g} s.") from None
 
@@ -55,8 +57,8 @@ async def discard_body(receive: Receive) -> None:
 
     A server that closes a connection before it has read everything resets it. The caller may then never see the answer.
     """
-    with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(_discard_body(receive), DISCARDED_SECONDS)
+    with contextlib.suppress(asyncio.TimeoutError), Stoppable(DISCARDED_SECONDS):
+        await _discard_body(receive)
 
 
 async def _discard_body(receive: Receive) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import ssl
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -18,8 +17,10 @@ from typing import Any, NamedTuple, Protocol
 from ..engines.answer_table import ENGINE_ROUTE
 from ..errors import EngineLost, EnginesAway
 from ..events import OnEvent, emit
+from .engine_client import EngineClient
 from .memory import Reservation
 from .options import EngineAddress
+from .stoppable import Stoppable
 
 _PROBE_SECONDS = 10.0
 """An engine that does not answer a probe within this time is away. A busy one answers late."""
@@ -83,7 +84,7 @@ class EnginePool:
     channels
         Knows which versions are on which channel.
     client
-        The HTTP client.
+        Sends requests to engines.
     key
         The API key that engines ask for.
     probe
@@ -98,7 +99,7 @@ class EnginePool:
         self,
         addresses: Sequence[EngineAddress],
         channels: Channels,
-        client: Any,
+        client: EngineClient,
         *,
         key: str | None = None,
         probe: float = 0.25,
@@ -192,7 +193,7 @@ class EnginePool:
                 await asyncio.sleep(min(self._probe, 0.05))
 
     async def get(self, url: str, *, most: int, memory: Reservation | None = None, seconds: float = 60.0) -> EngineAnswer:
-        """Ask an engine with GET. Raises `EngineLost` if the answer is too long, `GatewayFull`, and errors of httpx.
+        """Ask an engine with GET. Raises `EngineLost` if the answer is too long, `GatewayFull`, and `NoAnswer`.
 
         Parameters
         ----------
@@ -205,10 +206,11 @@ class EnginePool:
         seconds
             Seconds that the engine may be silent.
         """
-        headers = {**self.headers, "accept-encoding": "identity"}
-        async with self.client.stream("GET", url, headers=headers, timeout=seconds) as response:
-            data = await joined(response.aiter_raw(), most, memory)
-            return EngineAnswer(response.status_code, response.headers.get("content-type", "application/json"), data)
+        response = await self.client.get(url, self.headers, seconds=seconds)
+        try:
+            return EngineAnswer(response.status, response.kind, await joined(response.chunks(), most, memory))
+        finally:
+            response.close()
 
     async def look(self, engine: PooledEngine) -> None:
         """Ask an engine for its state, and note it."""
@@ -232,7 +234,7 @@ class EnginePool:
     async def _state(self, engine: PooledEngine) -> tuple[dict[str, Any], bool]:
         """Ask for the state of an engine. vLLM without our middleware has another route. Other servers tell only that they run."""
         for route, keeps in ((ENGINE_ROUTE, True), ("/weight_info", False), ("/health", False)):
-            async with asyncio.timeout(_PROBE_SECONDS) if hasattr(asyncio, "timeout") else contextlib.nullcontext():
+            with Stoppable(_PROBE_SECONDS):
                 answer = await self.get(engine.address.url + route, most=_MOST_STATE, seconds=_PROBE_SECONDS)
             if answer.status == 200:
                 found = json.loads(answer.data) if answer.data[:1] == b"{" else {}
@@ -268,12 +270,3 @@ async def joined(chunks: AsyncIterator[bytes], most: int, memory: Reservation | 
             memory.add(2 * len(chunk))  # the chunk, and the whole answer
         parts.append(chunk)
     return b"".join(parts)
-
-
-def http_client() -> Any:
-    """Return the client for requests to engines. It uses no proxy and follows no redirect, as `engines.http_session` does not."""
-    import httpx
-
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=30.0)
-    timeout = httpx.Timeout(3600.0, connect=10.0)
-    return httpx.AsyncClient(trust_env=False, verify=ssl.create_default_context(), limits=limits, timeout=timeout)

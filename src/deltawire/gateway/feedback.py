@@ -33,6 +33,7 @@ from ..store.base import Store
 from ..store.live_keys import LiveKey, feedback_key
 from .api_keys import Caller
 from .known_ids import Known, KnownIds
+from .memory import Reservation
 from .requests import check_tags, read_id
 
 _FIELDS = {"inference_id", "episode_id", "metric_name", "value", "tags", "feedback_id", "revision", "dryrun", "caller"}
@@ -178,6 +179,8 @@ class FeedbackIntake:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        for seen in self._seen.values():
+            seen.stored.cancel()
 
     async def check(self, feedback: Feedback) -> Feedback:
         """Return the feedback as its metric has it, and about the episode of one caller.
@@ -207,8 +210,8 @@ class FeedbackIntake:
             raise InteractionExpired(f"the window of the metric {metric.name!r} ended; it is {metric.window:,} s long.")
         return feedback
 
-    async def store(self, feedback: Feedback) -> None:
-        """Return when the store has the feedback.
+    async def store(self, feedback: Feedback, memory: Reservation | None = None) -> None:
+        """Return when the store has the feedback. Its memory stays reserved as long as it waits, also when its sender waits no more.
 
         Raises `FeedbackConflict` if its id was used for other feedback, `FeedbackNotStored` if the store does not confirm it in time, and
         `GatewayBusy`.
@@ -220,6 +223,9 @@ class FeedbackIntake:
             if len(self._waiting) >= _MOST_WAITING:
                 raise GatewayBusy("too much feedback waits for the store.")
             found = self._seen[name] = _Seen(content, asyncio.get_running_loop().create_future())
+            if memory is not None:
+                memory.hold()
+                found.stored.add_done_callback(lambda _: memory.close())
             self._waiting.append((feedback, found.stored))
             self._arrived.set()
             while len(self._seen) > _MOST_SEEN and next(iter(self._seen.values())).stored.done():

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from ..engines.http_session import check_server_url
 from ..format.live_parts import GATEWAY_NAME
 from ..format.records.record_parts import READER
+from .origins import check_origin
 
 Redact: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
 """Called with what would be recorded of an answer: "messages", "answer", "tags", "route", "model".
@@ -74,6 +75,8 @@ class GatewayOptions:
         The API key that engines ask for.
     names
         Names under which clients may reach the gateway, in addition to localhost and addresses in numbers.
+    origins
+        The origins, such as "https://app.example", whose pages may use the gateway from a browser.
     patience
         Seconds that a request waits for an engine that can answer it.
     probe
@@ -105,6 +108,7 @@ class GatewayOptions:
     user_key: bytes | None = None
     engine_key: str | None = None
     names: Sequence[str] = ()
+    origins: Sequence[str] = ()
     patience: float = 300.0
     probe: float = 0.25
     flush: float = 1.0
@@ -119,6 +123,9 @@ class GatewayOptions:
             raise ValueError("a gateway needs at least one engine")
         if not GATEWAY_NAME.fullmatch(self.name):
             raise ValueError(f"{self.name!r} cannot name a gateway: 1 to 40 letters, digits, '_' and '-', the first a letter or a digit")
+        for origin in self.origins:
+            if check_origin(origin) != origin:
+                raise ValueError(f"write the origin {origin!r} in lower case, as browsers send it")
         if not 0 <= self.share <= 1:
             raise ValueError("share is from 0 to 1")
         if self.user_key is not None and len(self.user_key) < 16:

@@ -7,7 +7,6 @@ nothing but the time. Afterwards a stream ends with an event that names the erro
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
@@ -18,6 +17,7 @@ from ..errors import EngineLost, EnginesAway, GatewayError
 from ..events import OnEvent, emit
 from .bodies import Headers, Send, dump, error_body, send_bytes, send_start
 from .channel_watch import ChannelWatch
+from .engine_client import EngineResponse, NoAnswer
 from .engine_pool import EnginePool, PooledEngine, joined
 from .event_stream import mapped_events
 from .inline import InlineAnswer
@@ -30,15 +30,9 @@ _MOST_LOSSES = 3
 """A request that was being answered by this many engines when they were lost may itself be the reason."""
 _REFUSALS = (429, 502, 503, 504)
 """An engine that answers so cannot answer now."""
+_ENDS = (b"data: [DONE]", b"event: response.completed", b"event: response.incomplete")
+"""One of these is in the last event of a stream."""
 _PASSED_ON = ("accept", "traceparent", "tracestate", "x-session-id")
-
-
-class _Lost(Exception):
-    """The engine did not answer."""
-
-    def __init__(self, reason: str, *, was_sent: bool) -> None:
-        super().__init__(reason)
-        self.was_sent = was_sent
 
 
 class Proxy:
@@ -86,7 +80,7 @@ class Proxy:
                     )
                     return
                 await asyncio.sleep(0.05)  # it refuses at present, and others may too
-            except _Lost as lost:
+            except NoAnswer as lost:
                 losses += lost.was_sent
                 self._pool.lost(engine, str(lost))
                 if losses >= _MOST_LOSSES:
@@ -96,7 +90,7 @@ class Proxy:
             avoided = engine
 
     async def _attempt(self, engine: PooledEngine, asked: AskedFor, raw: bytes, headers: Headers, send: Send, *, is_last: bool) -> bool:
-        """Try one engine. Returns False if it refuses at present. Raises `_Lost` if it does not answer."""
+        """Try one engine. Returns False if it refuses at present. Raises `NoAnswer` if it does not answer."""
         recording = self._recorder.begin(asked, engine)
         try:
             return await self._pass_on(engine, asked, raw, headers, send, recording, is_last=is_last)
@@ -116,43 +110,47 @@ class Proxy:
         is_last: bool,
     ) -> bool:
         inline = InlineAnswer(asked) if recording is not None and not engine.keeps_answers and asked.route != "responses" else None
-        own = {"content-type": "application/json", "accept-encoding": "identity", REQUEST_ID: asked.id, **self._pool.headers}
+        own = {"content-type": "application/json", REQUEST_ID: asked.id, **self._pool.headers}
         own |= {name: headers[name] for name in _PASSED_ON if headers.get(name, "").isascii() and name in headers}
         if recording is not None and engine.keeps_answers:
             own[RECORD_HEADER] = "1"
         route = {"chat": "/v1/chat/completions"}.get(asked.route, f"/v1/{asked.route}")
-        request = self._pool.client.build_request(
-            "POST", engine.address.url + route, content=with_own_fields(asked, raw, inline=inline is not None), headers=own
-        )
-        async with _response(self._pool.client, request) as response:
-            if response.status_code >= 600:
-                raise _Lost(f"it answered with status {response.status_code}", was_sent=True)
-            if not is_last and response.status_code in (*_REFUSALS, 500):
-                if response.status_code == 500:
-                    raise _Lost("it answered with status 500", was_sent=True)
+        body = with_own_fields(asked, raw, inline=inline is not None)
+        response = await self._pool.client.post(engine.address.url + route, body, own)
+        try:
+            if not is_last and response.status in (*_REFUSALS, 500):
+                if response.status == 500:
+                    raise NoAnswer("it answered with status 500", was_sent=True)
                 return False
             told = self._headers(asked, engine)
-            kind = response.headers.get("content-type", "application/json")
-            if response.status_code == 200 and kind.startswith("text/event-stream"):
+            if response.status == 200 and response.kind.startswith("text/event-stream"):
                 await self._stream(response, asked, recording, inline, told, send)
             else:
-                data = await joined(_chunks(response), self._most_bytes, asked.memory)
-                if response.status_code == 200:
+                data = await joined(response.chunks(), self._most_bytes, asked.memory)
+                if response.status == 200:
                     data = _with_id(data, asked, inline)
                     if recording is not None:
                         recording.answered([data], inline)
-                await send_bytes(send, data, kind, status=response.status_code, headers=told)
+                await send_bytes(send, data, response.kind, status=response.status, headers=told)
             return True
+        finally:
+            response.close()
 
     async def _stream(
-        self, response: Any, asked: AskedFor, recording: Recording | None, inline: InlineAnswer | None, headers: Headers, send: Send
+        self,
+        response: EngineResponse,
+        asked: AskedFor,
+        recording: Recording | None,
+        inline: InlineAnswer | None,
+        headers: Headers,
+        send: Send,
     ) -> None:
         with asked.memory.beside() as event_memory:
             await self._send_events(response, asked, recording, inline, headers, send, event_memory)
 
     async def _send_events(
         self,
-        response: Any,
+        response: EngineResponse,
         asked: AskedFor,
         recording: Recording | None,
         inline: InlineAnswer | None,
@@ -160,11 +158,11 @@ class Proxy:
         send: Send,
         event_memory: Reservation,
     ) -> None:
-        chunks = _chunks(response)
+        chunks = response.chunks()
         try:
             first = await anext(chunks)
         except StopAsyncIteration:
-            raise _Lost("its answer is empty", was_sent=True) from None
+            raise NoAnswer("its answer is empty", was_sent=True) from None
         if recording is not None:
             recording.begun()
         await send_start(send, 200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers})
@@ -181,11 +179,13 @@ class Proxy:
                 if room:
                     copies.append(data[:room])
                     room -= len(copies[-1])
-                if inline is None or b"[DONE]" not in data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                if held is not None:
+                    data, held = held + data, None
+                if recording is not None and any(end in data for end in _ENDS):
+                    held = data  # callers may go away when they have it, so the engine must end its answer first
                 else:
-                    held = data  # an answer is complete only when its record is safe
-        except (_Lost, GatewayError) as error:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except (NoAnswer, GatewayError) as error:
             lost = error if isinstance(error, GatewayError) else EngineLost(f"the engine was lost in the middle of the answer: {error}.")
             emit(self._on_event, "answer-failed", route=asked.route, error=type(lost).__name__, reason=str(lost))
             await send({"type": "http.response.body", "body": b"data: " + dump(error_body(lost)) + b"\n\n"})
@@ -203,35 +203,6 @@ class Proxy:
         if engine.seq is not None:
             told[VERSION_HEADER] = str(engine.seq)
         return told
-
-
-@contextlib.asynccontextmanager
-async def _response(client: Any, request: Any) -> AsyncIterator[Any]:
-    """Send a request, and yield the response when its headers have arrived. Raises `_Lost`."""
-    import httpx
-
-    try:
-        response = await client.send(request, stream=True)
-    except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
-        raise _Lost(f"{type(error).__name__}: {error}", was_sent=False) from None
-    except (httpx.HTTPError, OSError) as error:
-        raise _Lost(f"{type(error).__name__}: {error}", was_sent=True) from None
-    try:
-        yield response
-    finally:
-        with contextlib.suppress(Exception):
-            await response.aclose()
-
-
-async def _chunks(response: Any) -> AsyncIterator[bytes]:
-    import httpx
-
-    try:
-        async for chunk in response.aiter_raw():
-            if chunk:
-                yield chunk
-    except (httpx.HTTPError, OSError) as error:
-        raise _Lost(f"{type(error).__name__}: {error}", was_sent=True) from None
 
 
 async def _after(first: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -18,6 +18,7 @@ from ..engines.routed_experts import ModelRouters
 from ..errors import GatewayError, GatewayFull
 from ..events import OnEvent, emit
 from .answers import Unusable, intent_of, row_of
+from .engine_client import NoAnswer
 from .engine_pool import EnginePool, PooledEngine
 from .inline import InlineAnswer
 from .journal import Journal
@@ -180,6 +181,7 @@ class Recorder:
     def note(self, intent: dict[str, Any]) -> bool:
         """Write an intent into the journal. Returns False if that is not possible."""
         try:
+            self._known.keep(intent["id"], intent["episode"], intent["caller"])
             self._journal.add_intent(intent["id"], intent)
         except OSError as error:
             self._stop(f"the journal cannot be written: {error}")
@@ -254,8 +256,6 @@ class Recorder:
 
     async def _drawn(self, url: str, name: str, memory: Reservation) -> tuple[Any, str | None]:
         """Ask an engine what it drew. Raises `Unusable` if it does not know, or if the answer does not fit into the memory for long."""
-        import httpx
-
         reason = ""
         for attempt in range(_TRIES):
             if attempt:
@@ -269,8 +269,8 @@ class Recorder:
                 continue
             except GatewayError as error:
                 raise Unusable(str(error)) from None
-            except (httpx.HTTPError, OSError) as error:
-                reason = f"{type(error).__name__}: {error}"
+            except NoAnswer as error:
+                reason = str(error)
                 continue
             if answer.status == 404:
                 raise Unusable("the engine does not have the answer any more.")

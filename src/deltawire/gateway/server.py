@@ -25,9 +25,11 @@ from ..subscribe.model_files import read_model_files
 from .api_keys import ApiKeys
 from .app import GatewayApp
 from .channel_watch import ChannelWatch
-from .engine_pool import EnginePool, http_client
+from .engine_client import EngineClient
+from .engine_pool import EnginePool
 from .feedback import FeedbackIntake
 from .http_server import ENDING_SECONDS, listen
+from .id_log import IdLog
 from .journal import Journal, ended_sessions
 from .known_ids import KnownIds
 from .memory import MemoryBudget
@@ -98,7 +100,7 @@ class _Gateway:
         async with contextlib.AsyncExitStack() as open_parts:
             ended = list(ended_sessions(options.journal))
             journal = Journal(options.journal, session)
-            client = await open_parts.enter_async_context(http_client())
+            client = await open_parts.enter_async_context(EngineClient())
             names = {address.channel for address in options.engines}
             loop = asyncio.get_running_loop()
             channels = ChannelWatch(
@@ -118,7 +120,18 @@ class _Gateway:
                 patience=options.patience,
                 on_event=self._on_event,
             )
-            known = KnownIds(self._store, run, session, most=options.known_ids, on_event=self._on_event)
+            metrics = MetricsWatch(self._reading.open_log(self._store))
+            log = IdLog(options.journal, session, most=options.known_ids)
+            open_parts.callback(log.close)
+            known = KnownIds(
+                self._store,
+                run,
+                session,
+                most=options.known_ids,
+                log=log,
+                longest=lambda: max((metric.window for metric in metrics().values()), default=0.0),
+                on_event=self._on_event,
+            )
             uploads = Uploads(self._reading.open_log(self._store), [journal, *ended], flush=options.flush, on_event=self._on_event)
             memory = MemoryBudget(options.memory_bytes)
             recorder = Recorder(
@@ -133,7 +146,6 @@ class _Gateway:
                 routers=functools.cache(self._routers),
                 on_event=self._on_event,
             )
-            metrics = MetricsWatch(self._reading.open_log(self._store))
             feedback = FeedbackIntake(self._store, run, session, known, metrics, seconds=options.store_seconds, on_event=self._on_event)
             proxy = Proxy(pool, channels, recorder, options=options, on_event=self._on_event)
             app = GatewayApp(

@@ -82,8 +82,8 @@ class _Answer:
     is_canary: bool
     interaction: Interaction
     stored: float
-    place: tuple[str, int, int]
-    """The session, the number of the file and the index in it, which order answers that were stored at the same time."""
+    index: tuple[str, int, int]
+    """The session, the number of the file and the index in the file, which order answers that were stored at the same time."""
 
 
 class CanaryTraffic:
@@ -134,7 +134,7 @@ class CanaryTraffic:
             self._answers.append(_Answer(is_canary, interaction, stored, (file.gateway, file.number, index)))
 
     def add_feedback(self, file: FeedbackFile, stored: float) -> None:
-        """Add the feedback of a file. If a caller sends several with one id, the first that was added counts.
+        """Add the feedback of a file. If a caller sends several with one id, the first that was stored counts.
 
         Parameters
         ----------
@@ -143,11 +143,15 @@ class CanaryTraffic:
         stored
             The store's time of the file, in seconds.
         """
-        for feedback in file.feedback:
+        for index, feedback in enumerate(file.feedback):
             opinions = self._opinions.setdefault((feedback.inference or feedback.episode or "", feedback.metric), {})
             name = (feedback.caller, feedback.id)
-            if name not in opinions and self._opinion_count < MOST_FEEDBACK:
-                opinions[name] = StoredFeedback(feedback, stored, (file.gateway, file.number))
+            given = StoredFeedback(feedback, stored, (file.gateway, file.number, index))
+            before = opinions.get(name)
+            if before is not None:
+                opinions[name] = min(before, given, key=lambda one: one.order)
+            elif self._opinion_count < MOST_FEEDBACK:
+                opinions[name] = given
                 self._opinion_count += 1
 
     def samples(self, source: Source, now: float) -> list[Sample]:
@@ -167,7 +171,7 @@ class CanaryTraffic:
                 value = self._value(answer, source, settled)
                 if value is not None:
                     found.append((settled, answer, value))
-        found.sort(key=lambda each: (each[0], each[1].place))
+        found.sort(key=lambda each: (each[0], each[1].index))
         users, samples = set(), []
         for _, answer, value in found:
             user = answer.interaction.user if self._by_user else None
@@ -188,7 +192,7 @@ class CanaryTraffic:
                 if answer.interaction.episode is not None:
                     episode = (answer.interaction.caller, answer.interaction.episode)
                     first, settled = episodes.get(episode, (answer, answer.stored))
-                    episodes[episode] = (min(first, answer, key=lambda each: (each.stored, each.place)), max(settled, answer.stored))
+                    episodes[episode] = (min(first, answer, key=lambda each: (each.stored, each.index)), max(settled, answer.stored))
             yield from ((first, last + source.wait) for first, last in episodes.values())
 
     def _value(self, answer: _Answer, source: Source, settled: float) -> float | None:

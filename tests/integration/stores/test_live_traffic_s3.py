@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 pytest.importorskip("fastapi", reason="fastapi is not installed")
+pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 sys.path += [str(Path(__file__).resolve().parents[2] / folder) for folder in ("fleet", "gateway")]
 
 from gateway_scene import gateway, serving, stored_feedback

@@ -136,6 +136,18 @@ def test_feedback_counts_once_with_its_last_revision_and_only_in_its_window():
     assert (found.count, found.count * found.mean) == (6, 2)
 
 
+def test_the_clock_of_a_gateway_does_not_decide_which_feedback_counts():
+    chain = GatedChain()
+    [name] = chain.answer([Answered("canary", 3)])
+    for clock, value in ((2, False), (0, False), (1, True)):
+        chain.put_feedback([Feedback(chain.new_id(), "solved", value, inference=name, time=clock)])
+        chain.pass_time(2)
+    chain.pass_time(61)
+    chain.tick()
+    found = chain.gate().look().record.limits[0].canary
+    assert (found.count, found.mean) == (1, 1)
+
+
 def test_feedback_may_be_stored_before_its_answer():
     chain = GatedChain()
     identifier = chain.new_id()

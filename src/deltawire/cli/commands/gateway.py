@@ -49,6 +49,16 @@ def check_engines(given: list[str]) -> list[str]:
     return given
 
 
+def check_origins(given: list[str] | None) -> list[str]:
+    """Return the origins. A text that is not an origin is wrong usage."""
+    from ...gateway.origins import check_origin
+
+    try:
+        return [check_origin(each) for each in given or ()]
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}. Write SCHEME://HOST or SCHEME://HOST:PORT, such as https://app.example.") from None
+
+
 def gateway(
     source: Annotated[str, typer.Option("--from", metavar="URL", help=URL_HELP, show_default=False, callback=check_url)],
     engine: Annotated[
@@ -65,6 +75,16 @@ def gateway(
     port: PortOption = _PORT,
     host: HostOption = "127.0.0.1",
     name: NamesOption = None,
+    origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--origin",
+            metavar="ORIGIN",
+            help="Let pages of this origin, such as https://app.example, use the gateway from a browser. May be repeated.",
+            show_default=False,
+            callback=check_origins,
+        ),
+    ] = None,
     gateway_name: Annotated[
         str, typer.Option("--gateway", metavar="NAME", help="Record as the gateway NAME. No other gateway may have the name.")
     ] = "gateway",
@@ -144,6 +164,7 @@ def gateway(
                 text=text,
                 redact=_load(redact),
                 names=tuple(name or ()),
+                origins=tuple(origin or ()),
                 patience=patience,
                 most_bytes=most_bytes,
                 memory_bytes=memory_bytes,
@@ -179,9 +200,9 @@ def _load(spec: str | None) -> Any:
 def _check_packages() -> None:
     from importlib.util import find_spec
 
-    missing = [package for package in ("fastapi", "uvicorn") if find_spec(package) is None]
+    missing = [package for package in ("aiohttp", "fastapi", "uvicorn") if find_spec(package) is None]
     if missing:
-        raise ImportError(f"the gateway needs {' and '.join(missing)}. Run `pip install fastapi uvicorn httptools`.")
+        raise ImportError(f"the gateway needs {' and '.join(missing)}. Run `pip install aiohttp fastapi uvicorn httptools`.")
 
 
 def _print_as_json(event: Event) -> None:

@@ -126,7 +126,7 @@ class LiveOwners:
         used = {name: {number: set(indices) for number, indices in files.items()} for name, files in self._used.items()}
         for rows in rounds.values():
             for row in rows:
-                used.setdefault(row.item.gateway, {}).setdefault(row.item.number, set()).add(row.item.place)
+                used.setdefault(row.item.gateway, {}).setdefault(row.item.number, set()).add(row.item.index)
         kept: dict[str, int] = {}
         """The lowest file of each session that a later round names."""
         for number, (_, rows) in self._rounds.items():
@@ -141,4 +141,4 @@ class LiveOwners:
 
     def _is_used(self, item: LiveItem) -> bool:
         files = self._used.get(item.gateway, {})
-        return item.number < self._marks.get(item.gateway, 0) or item.place in files.get(item.number, ())
+        return item.number < self._marks.get(item.gateway, 0) or item.index in files.get(item.number, ())

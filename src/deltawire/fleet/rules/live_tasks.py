@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,12 +33,23 @@ _FIELDS = {"live", "choice", "object", "index", "prompt_ids", "rewards"}
 _MOST_REWARDS, _LONGEST_NAME, _LARGEST_TOKEN = 64, 200, 2**31 - 1
 
 
-class LiveItem(NamedTuple):
-    """Names one completion of live traffic: a session of a gateway, the number of a file, and its place in the file."""
+@dataclass(frozen=True, order=True, slots=True)
+class LiveItem:
+    """Names one completion of live traffic.
+
+    Parameters
+    ----------
+    gateway
+        The session of the gateway that recorded it.
+    number
+        The number of the file that holds it.
+    index
+        The index in the file.
+    """
 
     gateway: str
     number: int
-    place: int
+    index: int
 
 
 @dataclass(frozen=True, slots=True)

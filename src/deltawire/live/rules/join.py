@@ -26,18 +26,23 @@ class StoredFeedback:
         The feedback.
     stored
         The store's time of its file, in seconds.
-    place
-        The key of its file, and its index in the file.
+    index
+        The session of the gateway that stored it, the number of its file, and its index in the file.
     """
 
     feedback: Feedback
     stored: float
-    place: tuple[str, int]
+    index: tuple[str, int, int]
 
     @property
-    def rank(self) -> tuple[int, int, str, str]:
-        """The feedback with the highest rank counts for its metric."""
-        return self.feedback.revision, self.feedback.time, self.feedback.id, self.feedback.caller or ""
+    def order(self) -> tuple[float, tuple[str, int, int]]:
+        """Feedback was stored in this order."""
+        return self.stored, self.index
+
+    @property
+    def rank(self) -> tuple[int, float, tuple[str, int, int]]:
+        """The feedback with the highest rank counts for its metric. No clock of a gateway decides it."""
+        return self.feedback.revision, self.stored, self.index
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class JoinTable:
         before = self._feedback.get(name)
         if before is not None:
             self.counts["conflicting"] += before.feedback != given.feedback
-            if (before.stored, before.place) <= (given.stored, given.place):
+            if before.order <= given.order:
                 return
             self._forget(name)
         target = given.feedback.target
@@ -102,7 +102,7 @@ class JoinTable:
         self._feedback[name] = given
         names.add(name)
         if len(names) > _MOST_PER_TARGET:
-            self._forget(max(names, key=lambda each: (self._feedback[each].stored, self._feedback[each].place)))
+            self._forget(max(names, key=lambda each: self._feedback[each].order))
             self.counts["dropped"] += 1
         for item in self._targets.get(target, ()):
             self._ripe.pop(item, None)
@@ -205,7 +205,7 @@ class JoinTable:
         """Drop feedback above the limit: first the oldest without an interaction, then the oldest."""
         excess = len(self._feedback) - self._most_feedback
         if excess > 0:
-            ordered = sorted(self._feedback.values(), key=lambda one: (one.feedback.target in self._targets, one.stored, one.place))
+            ordered = sorted(self._feedback.values(), key=lambda one: (one.feedback.target in self._targets, one.order))
             for one in ordered[:excess]:
                 self._forget(_name(one))
             self.counts["dropped"] += excess

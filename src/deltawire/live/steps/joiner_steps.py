@@ -225,9 +225,9 @@ class JoinerSteps:
             return
         if found is None:
             return
-        for place, about in enumerate(found.interactions):
+        for index, about in enumerate(found.interactions):
             self.counts["read"] += 1
-            item = LiveItem(found.gateway, found.number, place)
+            item = LiveItem(found.gateway, found.number, index)
             if about.train:
                 self._judge_before(about, item, file.stored)
             if not about.train:
@@ -238,7 +238,7 @@ class JoinerSteps:
                 self._keep(found, about, item, file)
 
     def _keep(self, found: Interactions, about: Interaction, item: LiveItem, file: FoundFile) -> None:
-        made = found.rollouts.completions[item.place]
+        made = found.rollouts.completions[item.index]
         steps = [found.rollouts.versions[span.seq].step for span in made.spans]
         pending = Pending(
             item=item,
@@ -282,7 +282,7 @@ class JoinerSteps:
                 # The lowest revision: whatever a user or a program said about the same metric comes first.
                 name = content_hash(f"{earlier.id}/{earlier.choice}".encode())[:32]
                 feedback = Feedback(name, self._options.judge_metric, value, inference=earlier.id, revision=-1)
-                self.table.add_feedback(StoredFeedback(feedback, stored, ("", 0)))
+                self.table.add_feedback(StoredFeedback(feedback, stored, ("", 0, earlier.choice)))
 
     def _note_feedback(self, file: FoundFile) -> None:
         try:
@@ -292,8 +292,8 @@ class JoinerSteps:
             return
         if found is None:
             return
-        for place, one in enumerate(found.feedback):
-            self.table.add_feedback(StoredFeedback(one, file.stored, (file.key, place)))
+        for index, one in enumerate(found.feedback):
+            self.table.add_feedback(StoredFeedback(one, file.stored, (found.gateway, found.number, index)))
 
     def _own(self, file: FoundFile, parse: Callable[[bytes], _File]) -> _File | None:
         """Return a file that is of this run and is what its key says. Refuse any other."""
@@ -317,12 +317,12 @@ class JoinerSteps:
             found = yield from self._read(key)
             for joined in group:
                 pending = joined.pending
-                if found is None or pending.item.place >= len(found.interactions):
+                if found is None or pending.item.index >= len(found.interactions):
                     self._drop(pending, "unfit")
                     continue
-                prompt = found.rollouts.prompts[found.rollouts.completions[pending.item.place].prompt]
+                prompt = found.rollouts.prompts[found.rollouts.completions[pending.item.index].prompt]
                 ids = tuple(int(each) for each in prompt)
-                rows[pending.item] = LiveRow(pending.id, pending.choice, key, pending.item.place, ids, joined.rewards)
+                rows[pending.item] = LiveRow(pending.id, pending.choice, key, pending.item.index, ids, joined.rewards)
         return [rows[joined.pending.item] for joined in chosen if joined.pending.item in rows]
 
     def _read(self, key: str) -> Steps[Interactions | None]:

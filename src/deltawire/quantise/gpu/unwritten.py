@@ -51,12 +51,12 @@ class UnwrittenForm:
         self.source_of = np.array([number_of[weight.source] for weight in whole.weights], np.int64)
         self.kept = np.array([number for number, output in enumerate(ordered) if output.weight is None], np.int64)
         """The indices of tensors that are not quantised."""
-        place = {output.name: number for number, output in enumerate(ordered)}
+        index = {output.name: number for number, output in enumerate(ordered)}
         self.made: dict[Role, list[Output]] = {
             role: [whole.layout.outputs[weight.outputs[role]] for weight in whole.weights] for role in whole.weights[0].outputs
         }
         """The outputs of all weights by role."""
-        self.places = {role: np.array([place.get(form.name, -1) for form in forms], np.int64) for role, forms in self.made.items()}
+        self.indices = {role: np.array([index.get(form.name, -1) for form in forms], np.int64) for role, forms in self.made.items()}
         """The index of each of them in the state; -1 if it is not in the state."""
         sizes = [(role, [form.nbytes for form in forms]) for role, forms in self.made.items() if role not in (*unwritten, "shape")]
         self.offsets: dict[Role, NDArray[np.uint64]] = {}
@@ -72,8 +72,8 @@ class UnwrittenForm:
         self._previous: tuple[Layout, dict[Role, NDArray[np.int64]]] | None = None
         self.facts = np.array([whole.facts(weight) for weight in whole.weights], np.uint32)
         """The numbers of the recipe and the type of each weight, and the size of a group."""
-        self.of_place = {
-            place: (role, number) for role, places in self.places.items() for number, place in enumerate(places.tolist()) if place >= 0
+        self.of_index = {
+            index: (role, number) for role, indices in self.indices.items() for number, index in enumerate(indices.tolist()) if index >= 0
         }
         """The role of each tensor of the state, and the number of its weight."""
 
@@ -88,19 +88,19 @@ class UnwrittenForm:
         starts = bits.addresses[self.source_of] + self.whole.starts
         return bits.device == device and bool(bits.are_contiguous.all()) and not (starts % _ALIGNMENT).any()
 
-    def previous_places(self, layout: Layout) -> dict[Role, NDArray[np.int64]]:
+    def previous_indices(self, layout: Layout) -> dict[Role, NDArray[np.int64]]:
         """Return where a layout has the scales of each weight, by role; -1 for weights that must have fresh ones."""
         if self._previous is None or self._previous[0] is not layout:
-            place = {form: number for number, form in enumerate(zip(layout.names, layout.dtypes, layout.shapes, strict=True))}
+            index = {form: number for number, form in enumerate(zip(layout.names, layout.dtypes, layout.shapes, strict=True))}
             found: dict[Role, NDArray[np.int64]] = {}
             for role in ("scale", "global_scale"):
                 if role in self.made:
                     forms = [(output.name, output.dtype, output.shape) for output in self.made[role]]
-                    found[role] = np.array([place.get(form, -1) for form in forms], np.int64)
-            fresh = np.any([places < 0 for places in found.values()], axis=0)
+                    found[role] = np.array([index.get(form, -1) for form in forms], np.int64)
+            fresh = np.any([indices < 0 for indices in found.values()], axis=0)
             if self.whole.layout.recipe.shares_scales:
                 fresh = np.isin(self.whole.groups, self.whole.groups[fresh])
-            self._previous = layout, {role: np.where(fresh, -1, places) for role, places in found.items()}
+            self._previous = layout, {role: np.where(fresh, -1, indices) for role, indices in found.items()}
         return self._previous[1]
 
 
@@ -148,10 +148,10 @@ class _Work:
         gpu = devices.gpu_at(device)
         self._written = gpu.empty(form.written_bytes, torch.uint8)
         self._made = {role: self._written.data_ptr() + offsets for role, offsets in form.offsets.items()}
-        self._previous_places = {} if old is None else form.previous_places(old.layout)
+        self._previous_indices = {} if old is None else form.previous_indices(old.layout)
         self._previous = {
-            role: np.where(places < 0, np.uint64(0), old.addresses[places])
-            for role, places in self._previous_places.items()
+            role: np.where(indices < 0, np.uint64(0), old.addresses[indices])
+            for role, indices in self._previous_indices.items()
             if old is not None
         }
         self._quantiser = ScaleQuantiser(device)
@@ -176,23 +176,23 @@ class _Work:
         if self._kept is not None:
             addresses[form.kept], contiguous[form.kept] = self._kept.addresses, self._kept.are_contiguous
         described = self._described()
-        for role, places in form.places.items():
-            inside = np.flatnonzero(places >= 0)
+        for role, indices in form.indices.items():
+            inside = np.flatnonzero(indices >= 0)
             if role in form.unwritten:
                 described["flags"] = MAKES_SCALES if role == "scale" else 0
-                rows[places[inside]] = described[inside]
-            addresses[places[inside]] = (self._data if role in form.unwritten else self._made[role])[inside]
+                rows[indices[inside]] = described[inside]
+            addresses[indices[inside]] = (self._data if role in form.unwritten else self._made[role])[inside]
         device, itemsizes = self._sources.bits.device, layout.itemsizes.astype(np.uint8)
         bits = BitsColumn(range(count), self._bits, addresses, layout.sizes, itemsizes, contiguous, device, rows)
         return Columns(layout, _Tensors(range(count), self.tensor), bits, np.zeros(count, np.bool_))
 
-    def tensor(self, place: int) -> Tensor:
+    def tensor(self, index: int) -> Tensor:
         """Return a tensor of the state: an `UnwrittenTensor` if it is not written."""
         form = self._form
-        if place not in form.of_place:
+        if index not in form.of_index:
             assert self._kept is not None
-            return self._kept.tensors[int(np.searchsorted(form.kept, place))]
-        role, number = form.of_place[place]
+            return self._kept.tensors[int(np.searchsorted(form.kept, index))]
+        role, number = form.of_index[index]
         output = form.made[role][number]
         if role in form.unwritten:
             weight, rows = form.whole.weights[number], self._rows(number)
@@ -204,8 +204,8 @@ class _Work:
             return self._shapes[number]
         return self._written_tensor(role, number)
 
-    def _bits(self, place: int) -> Bits:
-        return named_bits(self._form.layout.names[place], self.tensor(place)).bits
+    def _bits(self, index: int) -> Bits:
+        return named_bits(self._form.layout.names[index], self.tensor(index)).bits
 
     def _rows(self, number: int) -> torch.Tensor:
         weight, source = self._form.whole.weights[number], self._sources.bits[int(self._form.source_of[number])]
@@ -220,8 +220,8 @@ class _Work:
         global_scale = self._written_tensor("global_scale", number) if "global_scale" in self._made else None
         if "scale" not in self._form.unwritten:
             return ScalesOnDevice(self._written_tensor("scale", number), global_scale)
-        place = int(self._previous_places["scale"][number]) if self._previous_places else -1
-        previous = None if place < 0 or self._old is None else self._old.bits[place]
+        index = int(self._previous_indices["scale"][number]) if self._previous_indices else -1
+        previous = None if index < 0 or self._old is None else self._old.bits[index]
         return self._quantiser.unwritten_scales(number, global_scale, previous.tensor if on_gpu(previous) else None)
 
     def _described(self) -> NDArray[np.void]:
@@ -242,11 +242,11 @@ class _Work:
 class _Tensors(Sequence[Tensor]):
     """Tensors that are made on request, by their indices in a state."""
 
-    def __init__(self, places: range, make: Callable[[int], Tensor]) -> None:
-        self._places, self._make = places, make
+    def __init__(self, indices: range, make: Callable[[int], Tensor]) -> None:
+        self._indices, self._make = indices, make
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
     @overload
     def __getitem__(self, number: int) -> Tensor: ...
@@ -254,5 +254,5 @@ class _Tensors(Sequence[Tensor]):
     def __getitem__(self, number: slice) -> Sequence[Tensor]: ...
     def __getitem__(self, number: int | slice) -> Tensor | Sequence[Tensor]:
         if isinstance(number, slice):
-            return _Tensors(self._places[number], self._make)
-        return self._make(self._places[number])
+            return _Tensors(self._indices[number], self._make)
+        return self._make(self._indices[number])

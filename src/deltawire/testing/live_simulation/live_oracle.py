@@ -79,7 +79,7 @@ class LiveOracle(Oracle):
             if said.caller is not None and said.caller != answer.caller:
                 continue
             late = reaction.stored - answer.stored
-            order = (said.revision, said.time, said.id, said.caller or "")
+            order = (said.revision, reaction.stored, reaction.key)
             if said.metric == "thumbs" and said.inference == answer.id and type(said.value) is bool and late <= WINDOW:
                 thumbs.append((order, 1.0 if said.value else 0.0))
             same = answer.episode is not None and said.episode == answer.episode
@@ -94,5 +94,5 @@ class LiveOracle(Oracle):
         return data
 
 
-def _last(values: Iterable[tuple[tuple[int, int, str, str], float]], default: float) -> float:
-    return max(values, default=((0, 0, "", ""), default))[1]
+def _last(values: Iterable[tuple[tuple[int, float, str], float]], default: float) -> float:
+    return max(values, default=((0, 0.0, ""), default))[1]

@@ -15,6 +15,7 @@ from ...gateway.answers import Unusable, row_of
 from ...gateway.api_keys import Caller
 from ...gateway.channel_watch import ChannelWatch
 from ...gateway.feedback import FeedbackIntake, read_feedback
+from ...gateway.id_log import IdLog
 from ...gateway.journal import Journal, ended_sessions
 from ...gateway.known_ids import KnownIds
 from ...gateway.metrics_watch import MetricsWatch
@@ -97,7 +98,8 @@ class GatewayModel:
         ended = list(ended_sessions(self._folder)) if self._folder.is_dir() else []
         self.journal = Journal(self._folder, session)
         self._journals = [self.journal, *ended]
-        self.known = KnownIds(store, self._run, session, most=_KNOWN, on_event=quiet)
+        self._ids = IdLog(self._folder, session, most=_KNOWN)
+        self.known = KnownIds(store, self._run, session, most=_KNOWN, log=self._ids, on_event=quiet)
 
         def log() -> ChainLog:
             return ChainLog(store, clock=lambda: self._kernel.now)
@@ -119,6 +121,7 @@ class GatewayModel:
             for journal in self._journals:
                 if not journal.is_closed:
                     journal.close()
+            self._ids.close()
 
     def begins(self, intent: dict[str, Any]) -> None:
         """Note an answer before its first byte.
@@ -129,6 +132,7 @@ class GatewayModel:
             What the gateway knows about it.
         """
         self.journal.add_intent(intent["id"], intent)
+        self.known.keep(intent["id"], intent["episode"], intent["caller"])
         self.known.add(intent["id"], intent["episode"], intent["caller"])
 
     def records(self, intent: dict[str, Any]) -> None:

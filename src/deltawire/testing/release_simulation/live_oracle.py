@@ -71,10 +71,10 @@ class LiveHistory(History):
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Feedback in the store, and its place: the key of its file, and its index there."""
+    """Feedback in the store, and where: the key of its file, and its index there."""
 
     feedback: Feedback
-    place: tuple[str, int]
+    index: tuple[str, int]
 
 
 class LiveOracle:
@@ -283,19 +283,19 @@ class LiveOracle:
         """
         target = ("inference", truth.id) if metric.level == "inference" else ("episode", truth.episode or "")
         about = [one for one in self.feedback.get(target, []) if one.feedback.metric == metric.name]
-        choices = [self.times[key] for key in (self.stored[truth.id], *(one.place[0] for one in about))]
+        choices = [self.times[key] for key in (self.stored[truth.id], *(one.index[0] for one in about))]
         if math.prod(map(len, choices)) > _MOST_CASES:
             return None
         allowed: list[float | None] = []
         for stored, *times in itertools.product(*choices):
-            first: dict[tuple[str | None, str], tuple[float, tuple[str, int], Feedback]] = {}
+            first: dict[tuple[str | None, str], tuple[float, tuple[str, int], Feedback]] = {}  # the first with an id counts
             for time, one in zip(times, about, strict=True):
-                new = (time, one.place, one.feedback)
+                new = (time, one.index, one.feedback)
                 name = (one.feedback.caller, one.feedback.id)
                 first[name] = min(first.get(name, new), new, key=lambda each: each[:2])
             given = sorted(
-                (time, (one.revision, one.time, one.id, one.caller or ""), value)
-                for time, _, one in first.values()
+                (time, (one.revision, time, index), value)
+                for time, index, one in first.values()
                 if one.caller in (None, truth.caller)
                 and time <= stored + metric.window
                 and (value := _number(metric, one.value)) is not None
@@ -381,7 +381,7 @@ def _content(one: Feedback) -> tuple[Any, ...]:
     return (one.id, one.target, one.metric, type(one.value), one.value, one.revision, tuple(sorted(one.tags.items())), one.caller)
 
 
-def _possible(metric: Metric, stored: float, given: list[tuple[float, tuple[int, int, str, str], float]]) -> list[float | None]:
+def _possible(metric: Metric, stored: float, given: list[tuple[float, tuple[int, float, tuple[str, int]], float]]) -> list[float | None]:
     """Return the values of a metric, if these values were given in this order. There are several if a trainer may have looked earlier."""
     if metric.settle is None:
         return [max((rank, value) for _, rank, value in given)[1] if given else metric.default]

@@ -113,7 +113,7 @@ class Users:
         if random.random() < 0.15:
             later(delay + window * 0.3 * random.random(), self._say, dict(body), caller, _TRIES)
         if random.random() < 0.15:
-            revised = {**body, "feedback_id": self.new_id(4), "revision": 1, "value": random.random() < 0.5 or likes}
+            revised = {**body, "feedback_id": self.new_id(4), "revision": random.randrange(2), "value": random.random() < 0.5 or likes}
             later(delay * (0.5 + random.random()), self._say, revised, caller, _TRIES)
         if random.random() < 0.06:
             later(delay + window * 0.2 * random.random(), self._say, {**body, "value": not likes}, caller, 1)
