@@ -249,8 +249,8 @@ class Recorder:
             keeps_text=self._options.text,
             routers=self._routers,
         )
-        journal.add_row(str(intent["id"]), row)
-        self._uploads.row_added()
+        if journal.add_row(str(intent["id"]), row):
+            self._uploads.hurry()
 
     async def _drawn(self, url: str, name: str, memory: Reservation) -> tuple[Any, str | None]:
         """Ask an engine what it drew. Raises `Unusable` if it does not know, or if the answer does not fit into the memory for long."""
