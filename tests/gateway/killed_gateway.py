@@ -2,7 +2,7 @@
 
     python killed_gateway.py STORE JOURNAL ENGINE STEP [before|after]
 
-It prints its address. With step −1 it runs on. Otherwise it is killed right before or after that step, counted from 0.
+It prints its address. With step −1 it runs on. Otherwise it is killed right before or after that step, counted from 0 when it is ready.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ from deltawire.store.wrapped import StoreCall, WrappedStore
 
 STORE, JOURNAL, ENGINE, STEP, WHEN = [*sys.argv[1:5], sys.argv[5]]
 _numbers = itertools.count()
+_is_ready = False
+
+
+def number() -> int:
+    """Return the number of a step."""
+    return next(_numbers) if _is_ready else -2
 
 
 class Step:
     """One step. The process may be killed when it begins, or when it has ended."""
 
     def __init__(self) -> None:
-        self._is_last = next(_numbers) == int(STEP)
+        self._is_last = number() == int(STEP)
 
     def __enter__(self) -> None:
         if self._is_last and WHEN == "before":
@@ -58,7 +64,7 @@ def counted(name: str) -> None:
 
 def torn_write(self: JournalDisk, descriptor: int, data: Any) -> int:
     """Write. Before the step ends, only a part of the data is there."""
-    if next(_numbers) != int(STEP):
+    if number() != int(STEP):
         return write(self, descriptor, data)
     write(self, descriptor, data[: len(data) // 2] if WHEN == "before" else data)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -70,6 +76,14 @@ JournalDisk.write = torn_write  # type: ignore[method-assign]
 for each in ("rename", "unlink", "truncate"):
     counted(each)
 
+
+def ready(address: str) -> None:
+    """Begin to count."""
+    global _is_ready
+    _is_ready = True
+    print(address, flush=True)
+
+
 with open_store(STORE) as store:
     options = GatewayOptions([EngineAddress.parse(ENGINE)], journal=Path(JOURNAL), probe=0.02, flush=0.02)
-    serve_gateway(CountedStore(store), options, stop=threading.Event(), on_ready=lambda address: print(address, flush=True))
+    serve_gateway(CountedStore(store), options, stop=threading.Event(), on_ready=ready)

@@ -118,6 +118,7 @@ def test_a_session_in_use_is_not_taken_and_damaged_rows_end_a_log(tmp_path: Path
     journal.add_intent("a", {"id": "a"})
     journal.add_intent("b", {"id": "b"})
     journal.add_row("a", row)
+    journal.sync()
     journal.close()
     for name, cut in (("intents.log", 3), ("rows-0000000000.log", 0)):
         path = tmp_path / "g.0123456789abcdef" / name
