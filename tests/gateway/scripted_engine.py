@@ -35,7 +35,7 @@ class ScriptedEngine:
         self.lists = True
         """Whether it tells several answers at once."""
         self.answers_status = 0
-        """The status with which it answers those who ask for answers. 0 is the right one."""
+        """The status with which it answers those who ask for answers. 0 is the right one, and -1 closes the connection."""
         self.told: list[str] = []
         self.experts: dict[str, Any] | None = None
 
@@ -55,6 +55,9 @@ class ScriptedEngine:
         elif path.startswith(ANSWERS_ROUTE):
             query = scope["query_string"]
             self.told.append(path.removeprefix(ANSWERS_ROUTE) or query.decode())
+            if self.answers_status == -1:
+                _abort(send)
+                return
             data = self.table.reply(path, query if self.lists else b"")
             status = self.answers_status or (404 if data is None else 200)
             await send_json(send, json.loads(data or b"{}"), status=status)
