@@ -1,4 +1,4 @@
-"""What a journal leaves on the disk after a failure, a kill or a loss of power at any operation gives every answer to the store once."""
+"""A journal gives every answer to the store once after a failure, a kill or a loss of power at any operation on the disk."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class Gateway:
 
     @staticmethod
     def steadily(action: Callable[[], None]) -> None:
-        """A gateway goes on when its disk fails."""
+        """A gateway continues when its disk fails."""
         with contextlib.suppress(OSError):
             action()
 

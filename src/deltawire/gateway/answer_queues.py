@@ -63,7 +63,7 @@ class Waiting:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Told:
-    """What an engine told about some answers.
+    """The reply of an engine that was asked for answers.
 
     Parameters
     ----------

@@ -61,13 +61,16 @@ class SealedFile:
 class _Room:
     """Counts what a segment holds, or a part of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_rows: int) -> None:
+        self._most_rows = most_rows
         self.rows = self.bytes = self.interactions = 0
 
     def fits(self, size: int, row: Mapping[str, Any]) -> bool:
         """Return whether a row of this many bytes may be added."""
         return not self.rows or (
-            self.rows < MOST_ROWS and self.bytes + size <= MOST_ROW_BYTES and self.interactions + _interactions(row) <= MAX_INTERACTIONS
+            self.rows < self._most_rows
+            and self.bytes + size <= MOST_ROW_BYTES
+            and self.interactions + _interactions(row) <= MAX_INTERACTIONS
         )
 
     def add(self, size: int, row: Mapping[str, Any]) -> None:
@@ -79,7 +82,7 @@ class _Room:
     @property
     def is_used(self) -> bool:
         """Whether a further row will hardly fit."""
-        return self.rows >= MOST_ROWS or self.bytes >= MOST_ROW_BYTES or self.interactions >= MAX_INTERACTIONS
+        return self.rows >= self._most_rows or self.bytes >= MOST_ROW_BYTES or self.interactions >= MAX_INTERACTIONS
 
 
 class Journal:
@@ -93,10 +96,13 @@ class Journal:
         The session.
     disk
         The operations on the disk.
+    most_rows
+        The most rows of a segment.
     """
 
-    def __init__(self, folder: Path, session: str, *, disk: JournalDisk | None = None) -> None:
+    def __init__(self, folder: Path, session: str, *, disk: JournalDisk | None = None, most_rows: int | None = None) -> None:
         self.session = session
+        self._most_rows = most_rows or MOST_ROWS
         self.is_closed = False
         self._disk = disk or JournalDisk()
         self._folder = folder / session
@@ -117,7 +123,7 @@ class Journal:
         self._since: list[tuple[bytes, bytes]] | None = None
         self.open_intents: dict[str, bytes] = {}
         """The intents that have no row yet, by id."""
-        self._room = _Room()
+        self._room = self._new_room()
         self._has_new_names = True
         try:
             self._disk.sync_folder(folder)
@@ -184,7 +190,7 @@ class Journal:
                 opened = self._open_rows(self._segment + 1)
                 self._ended.append(self._rows)
                 self._segment += 1
-                self._rows, self._room, self._has_new_names = opened, _Room(), True
+                self._rows, self._room, self._has_new_names = opened, self._new_room(), True
 
     def sync(self) -> None:
         """Bring everything onto the disk that was written before, and shorten the log of intents if it is long. Raises `OSError`.
@@ -219,13 +225,13 @@ class Journal:
     def parts(self, segment: int) -> Iterator[list[dict[str, Any]]]:
         """Yield the rows of a segment in parts, each of which should fit into one file. Most segments are one part."""
         part: list[dict[str, Any]] = []
-        room = _Room()
+        room = self._new_room()
         for kind, data in read_rows(self._segment_path(segment)):
             if kind == RECORD:
                 row = json.loads(data)
                 if not room.fits(len(data), row):
                     yield part
-                    part, room = [], _Room()
+                    part, room = [], self._new_room()
                 part.append(row)
                 room.add(len(data), row)
         if part:
@@ -301,6 +307,9 @@ class Journal:
 
     def _segment_path(self, segment: int) -> Path:
         return self._folder / f"rows-{segment:010}.log"
+
+    def _new_room(self) -> _Room:
+        return _Room(self._most_rows)
 
     def _open_rows(self, segment: int) -> RowLog:
         return RowLog(self._disk, self._segment_path(segment))
@@ -426,12 +435,12 @@ class Journal:
         self._sync_names()
 
 
-def ended_sessions(folder: Path, *, disk: JournalDisk | None = None) -> Iterator[Journal]:
-    """Yield the journals of sessions that no process uses any more."""
+def ended_sessions(folder: Path, *, disk: JournalDisk | None = None, most_rows: int | None = None) -> Iterator[Journal]:
+    """Yield the journals of sessions that no process uses any more. The parameters are those of `Journal`."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_dir() and is_session(path.name):
             try:
-                yield Journal(folder, path.name, disk=disk)
+                yield Journal(folder, path.name, disk=disk, most_rows=most_rows)
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.ENOENT):  # in use, or removed just now
                     raise
