@@ -60,7 +60,7 @@ class _InstantEngine:
             await send_json(send, {"label": self._label, "running": True, "logprobs": "processed_logprobs"})
             return
         if path.startswith(ANSWERS_ROUTE):
-            found = self._table.get(path.removeprefix(ANSWERS_ROUTE))
+            found = self._table.reply(path, scope.get("query_string", b""))
             await send_bytes(send, found or b"{}", "application/json", status=200 if found else 404)
             return
         headers = headers_of(scope)

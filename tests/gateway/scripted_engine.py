@@ -32,6 +32,11 @@ class ScriptedEngine:
         self.gone = threading.Event()
         self.table = AnswerTable()
         self.running = True
+        self.lists = True
+        """Whether it tells several answers at once."""
+        self.answers_status = 0
+        """The status with which it answers those who ask for answers. 0 is the right one, and -1 closes the connection."""
+        self.told: list[str] = []
         self.experts: dict[str, Any] | None = None
 
     def serve(self, *, stop: threading.Event, on_ready: Callable[[str], Any]) -> None:
@@ -48,8 +53,14 @@ class ScriptedEngine:
         if path == ENGINE_ROUTE:
             await send_json(send, {"label": self.label, "running": self.running, "logprobs": "processed_logprobs"})
         elif path.startswith(ANSWERS_ROUTE):
-            data = self.table.get(path.removeprefix(ANSWERS_ROUTE))
-            await send_json(send, json.loads(data or b"{}"), status=404 if data is None else 200)
+            query = scope["query_string"]
+            self.told.append(path.removeprefix(ANSWERS_ROUTE) or query.decode())
+            if self.answers_status == -1:
+                _abort(send)
+                return
+            data = self.table.reply(path, query if self.lists else b"")
+            status = self.answers_status or (404 if data is None else 200)
+            await send_json(send, json.loads(data or b"{}"), status=status)
         else:
             body = json.loads(await read_body(receive, headers, 1 << 30))
             self.asked.append(body)

@@ -68,7 +68,7 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_recorded_twice(
 ) -> None:
     acknowledged: list[str] = []
     told: list[str] = []
-    for step in range(14):  # two answers make about ten steps, and the sessions before this one leave more
+    for step in range(20):  # two answers make about sixteen steps, and the sessions before this one leave more
         with process(tmp_path / "store", tmp_path / "journal", engine, step, when) as (running, url):
             number = 0
             while url and ask(url, number, acknowledged, told):
@@ -118,6 +118,7 @@ def test_a_session_in_use_is_not_taken_and_damaged_rows_end_a_log(tmp_path: Path
     journal.add_intent("a", {"id": "a"})
     journal.add_intent("b", {"id": "b"})
     journal.add_row("a", row)
+    journal.sync()
     journal.close()
     for name, cut in (("intents.log", 3), ("rows-0000000000.log", 0)):
         path = tmp_path / "g.0123456789abcdef" / name
@@ -126,13 +127,15 @@ def test_a_session_in_use_is_not_taken_and_damaged_rows_end_a_log(tmp_path: Path
     assert list(again.open_intents) == ["b"]  # the mark of "a" is damaged, but its row is there
     assert [again.read_segment(segment) for segment in again.ended_segments()] == [[row]]
     again.drop_intent("b")
-    file = again.seal(0, 7, b"data")
+    (file,) = again.seal(0, [(7, b"data")])
     again.close()
     (once_more,) = ended_sessions(tmp_path)
     assert once_more.files() == [file]
     assert [once_more.read_segment(segment) for segment in once_more.ended_segments()] == [[]]  # the second user wrote nothing
-    once_more.forget(1, None)
-    once_more.forget(0, file)
+    assert once_more.sealed_segments() == [0]
+    once_more.forget_segment(0)
+    once_more.forget_segment(1)
+    once_more.forget_file(file)
     assert once_more.is_empty()
     once_more.close()
     (last,) = ended_sessions(tmp_path)
@@ -150,6 +153,7 @@ def test_the_log_of_intents_stays_small(tmp_path: Path, monkeypatch: pytest.Monk
         journal.add_intent(str(number), {"id": str(number)})
         if number % 50:
             journal.drop_intent(str(number))
+        journal.sync()
     assert journal.size < 4000
     journal.close()
     (again,) = ended_sessions(tmp_path)

@@ -155,7 +155,7 @@ def forget_the_journal_before_the_put(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def put(self: Uploads, journal: Journal, file: SealedFile, rows: int | None = None) -> None:
         data = file.path.read_bytes()
-        journal.forget(file.segment, file)
+        journal.forget_file(file)
         file.path.write_bytes(data)
         try:
             honest(self, journal, file, rows)

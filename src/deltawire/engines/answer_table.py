@@ -4,6 +4,10 @@ A server that keeps answers has two routes, and docs/live.md describes their con
 
     GET /deltawire/engine         the label of the weights, and whether the engine runs
     GET /deltawire/answers/{id}   token ids, log-probs and labels of one answer; the gateway chose the id, in the header X-Request-Id
+    GET /deltawire/answers/?ids=  the same of several answers: at most 64 ids, with commas between them
+
+The answer for several ids is `{"deltawire":"answers","version":1,"answers":[…],"left":[id, …]}`. It has about a megabyte at most, and the
+ids that are "left" must be asked for again. Ids that are in neither list are not kept. Older servers answer this with status 404.
 
 An answer is kept only for a request with the header `x-deltawire-record`. Old answers are dropped when there are too many.
 """
@@ -22,6 +26,8 @@ RECORD_HEADER = "x-deltawire-record"
 REQUEST_ID = "x-request-id"
 ENGINE_ROUTE = "/deltawire/engine"
 ANSWERS_ROUTE = "/deltawire/answers/"
+MOST_LISTED, _MOST_LIST_BYTES = 64, 1 << 20
+"""The most answers that are asked for at once. A list ends before it has more bytes, but has at least one answer."""
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
@@ -72,6 +78,37 @@ class AnswerTable:
             The id of the answer.
         """
         return self._answers.get(answer)
+
+    def reply(self, path: str, query: bytes) -> bytes | None:
+        """Return what a request for answers gets, or None if there is none.
+
+        Parameters
+        ----------
+        path
+            The path of the request, which begins with `ANSWERS_ROUTE`.
+        query
+            The part of its address after the question mark.
+        """
+        name = path.removeprefix(ANSWERS_ROUTE)
+        if name or not query.startswith(b"ids="):
+            return self.get(name)
+        ids = query.removeprefix(b"ids=").decode("latin-1").split(",")
+        return self._listed(ids) if len(ids) <= MOST_LISTED else None
+
+    def _listed(self, ids: Sequence[str]) -> bytes:
+        found: list[bytes] = []
+        left: list[str] = []
+        size = 0
+        for name in ids:
+            if (data := self._answers.get(name)) is None:
+                continue
+            size += len(data)
+            if found and size > _MOST_LIST_BYTES:
+                left.append(name)
+            else:
+                found.append(data)
+        head = b'{"deltawire":"answers","version":1,"answers":['
+        return head + b",".join(found) + b'],"left":' + json.dumps(left, separators=(",", ":")).encode() + b"}"
 
     def _drop(self, answer: str) -> None:
         self._bytes -= len(self._answers.pop(answer, b""))

@@ -1,13 +1,19 @@
 """Keeps on disk what the store does not have yet, so that a gateway that is killed loses nothing.
 
-    {journal}/{session}/lock                              held while a process uses the session
-    {journal}/{session}/intents.log                       answers that were given; "done" when their row is written, or never will be
-    {journal}/{session}/rows-{segment}.log                what is recorded of answers
-    {journal}/{session}/{number}-{blake3}.{segment}.bin   the file of interactions that was made of a segment
+    {journal}/{session}/lock                               held while a process uses the session
+    {journal}/{session}/intents.log                        answers that were given; "done" when their row is synced, or never will be
+    {journal}/{session}/rows-{segment}.log                 what is recorded of answers
+    {journal}/{session}/{number}-{blake3}.{segment}.bin    the last file of interactions that was made of a segment
+    {journal}/{session}/{number}-{blake3}.{segment}.part   an earlier one of the same segment; it counts only beside the last one
 
-Every step can be repeated after a kill, and gives the same files: a segment becomes one file with a fixed number, the file is put into the
-store, then the segment is deleted, and then the file. So nothing is stored under two names. A write is in the system's memory when it
-returns, so it survives the end of the process. It may not survive a loss of power; files of interactions do.
+A segment ends before it has more than one file holds. It becomes one file with a fixed number, or several if it is larger all the same.
+When the last one has its name, the segment is deleted; then its files are put into the store in the order of their numbers, and each is
+deleted. Every step can be repeated after a kill, and gives the same files, so nothing is stored under two names.
+
+A write is in the system's memory when it returns, so it survives the end of the process. After a loss of power there is at least what was
+written before the last `sync`. Besides, a row is on the disk before its segment becomes a file, the file is there as a whole before it has
+its name, and both its name and the marks of its answers are there before the segment is deleted. A compacted log of intents is on the disk
+before it replaces the old one. So a loss of power leads to no wrong file, and to no answer that is recorded twice.
 """
 
 from __future__ import annotations
@@ -18,23 +24,23 @@ import fcntl
 import json
 import os
 import re
-import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
 
+from ..format.interactions import MAX_INTERACTIONS
 from ..format.live_parts import is_session
+from .journal_log import DONE, INTENT, RECORD, JournalDisk, RowLog, read_rows, write_all
 
-_ROW = struct.Struct("<cI16s")
-_INTENT, _DONE, _RECORD = b"i", b"d", b"r"
-_MOST_ROW = 64 << 20
+MOST_ROWS, MOST_ROW_BYTES = 512, 8 << 20
+"""A segment has at most this many rows and bytes, and at least one row."""
 _COMPACT_BYTES = 4 << 20
 _SEGMENT = re.compile(r"rows-([0-9]{10})\.log")
-_FILE = re.compile(r"([0-9]{20})-([0-9a-f]{64})\.([0-9]{10})\.bin")
+_FILE = re.compile(r"([0-9]{20})-([0-9a-f]{64})\.([0-9]{10})\.(bin|part)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,38 @@ class SealedFile:
     blake3: str
     segment: int
 
+    def read(self) -> bytes | None:
+        """Return its bytes, or None if it is damaged."""
+        data = self.path.read_bytes()
+        return data if blake3(data).hexdigest() == self.blake3 else None
+
+
+class _Room:
+    """Counts what a segment holds, or a part of it."""
+
+    def __init__(self, most_rows: int) -> None:
+        self._most_rows = most_rows
+        self.rows = self.bytes = self.interactions = 0
+
+    def fits(self, size: int, row: Mapping[str, Any]) -> bool:
+        """Return whether a row of this many bytes may be added."""
+        return not self.rows or (
+            self.rows < self._most_rows
+            and self.bytes + size <= MOST_ROW_BYTES
+            and self.interactions + _interactions(row) <= MAX_INTERACTIONS
+        )
+
+    def add(self, size: int, row: Mapping[str, Any]) -> None:
+        """Count a row."""
+        self.rows += 1
+        self.bytes += size
+        self.interactions += _interactions(row)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a further row will hardly fit."""
+        return self.rows >= self._most_rows or self.bytes >= MOST_ROW_BYTES or self.interactions >= MAX_INTERACTIONS
+
 
 class Journal:
     """The journal of one session of a gateway. May be used from several threads.
@@ -56,14 +94,22 @@ class Journal:
         The directory of all sessions.
     session
         The session.
+    disk
+        The operations on the disk.
+    most_rows
+        The most rows of a segment.
     """
 
-    def __init__(self, folder: Path, session: str) -> None:
+    def __init__(self, folder: Path, session: str, *, disk: JournalDisk | None = None, most_rows: int | None = None) -> None:
         self.session = session
+        self._most_rows = most_rows or MOST_ROWS
         self.is_closed = False
+        self._disk = disk or JournalDisk()
         self._folder = folder / session
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = threading.RLock()
+        self._syncing = threading.RLock()
+        """Held while files are synced, replaced or closed. It is taken before the other lock, which no thread holds for long."""
         self._held = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -71,16 +117,32 @@ class Journal:
             os.close(self._held)
             raise
         self._unmarked: list[str] = []
+        self._unsynced: dict[str, bytes] = {}
+        """The intents whose row is written, but perhaps not on the disk."""
+        self._ended: list[RowLog] = []
+        self._since: list[tuple[bytes, bytes]] | None = None
         self.open_intents: dict[str, bytes] = {}
         """The intents that have no row yet, by id."""
-        segments = [number for number, _ in self._segments()]
-        self._segment = max(segments, default=-1) + 1
-        self._recover(segments)
-        self._intents = self._open("intents.log")
-        self._compact()  # an intent whose row was found is done for good, also when the row has left the journal
-        self._rows = self._open(f"rows-{self._segment:010}.log")
-        self.rows = self.row_bytes = 0
-        """The number of rows, and of their bytes, in the segment that grows."""
+        self._room = self._new_room()
+        self._has_new_names = True
+        try:
+            self._disk.sync_folder(folder)
+            segments = [number for number, _ in self._segments()]
+            self._drop_damaged(segments)
+            self._segment = max([*segments, *(file.segment for file in self.files())], default=-1) + 1
+            self._recover(segments)
+            self._sync_old(segments)
+            self._intents = RowLog(self._disk, self._folder / "intents.log")
+            self._compact()  # an intent whose row was found is done for good, also when the row has left the journal
+            self._rows, self._has_new_names = self._open_rows(self._segment), True
+        except BaseException:
+            os.close(self._held)
+            raise
+
+    @property
+    def rows(self) -> int:
+        """The number of rows in the segment that grows."""
+        return self._room.rows
 
     @property
     def size(self) -> int:
@@ -92,36 +154,57 @@ class Journal:
         """Note that an answer is given. Raises `OSError`, and `ValueError` if the intent is too long."""
         data = json.dumps(intent, separators=(",", ":")).encode()
         with self._lock:
-            self._write(self._intents, _INTENT, data)
-            self._intents_size += len(data) + _ROW.size
+            self._check_open()
+            self._note(INTENT, data)
             self.open_intents[name] = data
 
-    def add_row(self, name: str, row: Mapping[str, Any]) -> None:
-        """Record an answer. Its intent is then done. Raises `OSError`, and `ValueError` if the row is too long."""
+    def add_row(self, name: str, row: Mapping[str, Any]) -> bool:
+        """Record an answer. Its intent is then done. Return whether its segment has as much as one file should hold.
+
+        Raises `OSError`, and `ValueError` if the row is too long.
+        """
         data = json.dumps(row, separators=(",", ":")).encode()
         with self._lock:
-            self._write(self._rows, _RECORD, data)
-            self.rows += 1
-            self.row_bytes += len(data)
-            self.drop_intent(name)
+            self._check_open()
+            if not self._room.fits(len(data), row):
+                self.rotate()
+            self._rows.append(RECORD, data)
+            self._room.add(len(data), row)
+            if (intent := self.open_intents.pop(name, None)) is not None:
+                self._unsynced[name] = intent
+            return self._room.is_used
 
     def drop_intent(self, name: str) -> None:
-        """Note that an intent is done. Raises `OSError`."""
+        """Note that an intent gets no row. Raises `OSError`."""
         with self._lock:
+            self._check_open()
             if self.open_intents.pop(name, None) is not None:
                 self._unmarked.append(name)
                 self._mark()
-                if self._intents_size > _COMPACT_BYTES + 4 * sum(map(len, self.open_intents.values())):
-                    self._compact()
 
     def rotate(self) -> None:
-        """End the segment that grows, if it has rows, and begin another."""
+        """End the segment that grows, if it has rows, and begin another. Raises `OSError`."""
         with self._lock:
-            if self.rows:
-                os.close(self._rows)
+            self._check_open()
+            if self._room.rows:
+                opened = self._open_rows(self._segment + 1)
+                self._ended.append(self._rows)
                 self._segment += 1
-                self._rows = self._open(f"rows-{self._segment:010}.log")
-                self.rows = self.row_bytes = 0
+                self._rows, self._room, self._has_new_names = opened, self._new_room(), True
+
+    def sync(self) -> None:
+        """Bring everything onto the disk that was written before, and shorten the log of intents if it is long. Raises `OSError`.
+
+        Other threads may write meanwhile.
+        """
+        with self._syncing:
+            self._check_open()
+            self._sync_rows()
+            self._sync_intents()
+            with self._lock:
+                is_long = self._intents.size > _COMPACT_BYTES + 4 * sum(map(len, self.open_intents.values()))
+            if is_long:
+                self._compact()
 
     def ended_segments(self) -> list[int]:
         """Return the segments that wait to become files, oldest first."""
@@ -129,38 +212,75 @@ class Journal:
             sealed = {file.segment for file in self.files()}
             return sorted(number for number, _ in self._segments() if number != self._segment and number not in sealed)
 
+    def sealed_segments(self) -> list[int]:
+        """Return the segments whose files are complete, so that nobody needs their rows any more."""
+        with self._lock:
+            sealed = {file.segment for file in self.files()}
+            return sorted(number for number, _ in self._segments() if number in sealed)
+
     def read_segment(self, segment: int) -> list[dict[str, Any]]:
         """Return the rows of a segment."""
-        rows = []
-        for kind, data in _read_rows(self._folder / f"rows-{segment:010}.log"):
-            if kind == _RECORD:
-                rows.append(json.loads(data))
-        return rows
+        return [row for part in self.parts(segment) for row in part]
 
-    def seal(self, segment: int, number: int, data: bytes) -> SealedFile:
-        """Keep the file of interactions that was made of a segment. It has its name only when it is complete. Raises `OSError`."""
-        digest = blake3(data).hexdigest()
-        path = self._folder / f"{number:020}-{digest}.{segment:010}.bin"
-        temporary = self._folder / "sealing.tmp"
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        return SealedFile(path, number, digest, segment)
+    def parts(self, segment: int) -> Iterator[list[dict[str, Any]]]:
+        """Yield the rows of a segment in parts, each of which should fit into one file. Most segments are one part."""
+        part: list[dict[str, Any]] = []
+        room = self._new_room()
+        for kind, data in read_rows(self._segment_path(segment)):
+            if kind == RECORD:
+                row = json.loads(data)
+                if not room.fits(len(data), row):
+                    yield part
+                    part, room = [], self._new_room()
+                part.append(row)
+                room.add(len(data), row)
+        if part:
+            yield part
+
+    def seal(self, segment: int, files: Iterable[tuple[int, bytes]]) -> list[SealedFile]:
+        """Keep the files of interactions that are made of a segment. They count when all of them are on the disk. Raises `OSError`.
+
+        Parameters
+        ----------
+        segment
+            The segment.
+        files
+            The numbers, in ascending order, and the bytes of the files.
+        """
+        with self._syncing:
+            self._check_open()
+            self._sync_rows()
+        for old in self._found("part", segment):  # of a time when this was not finished
+            self._disk.unlink(old.path)
+        made = [self._write_part(segment, number, data) for number, data in files]
+        if made:
+            self._disk.sync_folder(self._folder)
+            last = made[-1]
+            named = SealedFile(last.path.with_suffix(".bin"), last.number, last.blake3, segment)
+            self._disk.rename(last.path, named.path)
+            self._disk.sync_folder(self._folder)
+            made[-1] = named
+        return made
 
     def files(self) -> list[SealedFile]:
         """Return the files that wait for the store, by number."""
-        found = [(path, _FILE.fullmatch(path.name)) for path in self._folder.iterdir()]
-        return sorted((SealedFile(path, int(m[1]), m[2], int(m[3])) for path, m in found if m), key=lambda file: file.number)
+        found = self._found("bin")
+        whole = {file.segment for file in found}
+        found += [file for file in self._found("part") if file.segment in whole]
+        return sorted(found, key=lambda file: file.number)
 
-    def forget(self, segment: int, file: SealedFile | None) -> None:
-        """Delete a segment, and then its file, which the store has. Raises `OSError`."""
-        with self._lock:
-            self._mark()  # otherwise the next session would record an answer of the segment again
-        (self._folder / f"rows-{segment:010}.log").unlink(missing_ok=True)
-        if file is not None:
-            file.path.unlink(missing_ok=True)
+    def forget_segment(self, segment: int) -> None:
+        """Delete a segment of which nothing is needed, or whose files are sealed. Raises `OSError`."""
+        with self._syncing:
+            self._check_open()
+            self._sync_rows()
+            self._sync_intents()  # otherwise the next session would record an answer of the segment again
+            self._disk.unlink(self._segment_path(segment))
+            self._disk.sync_folder(self._folder)  # a file of it may be deleted from now on
+
+    def forget_file(self, file: SealedFile) -> None:
+        """Delete a file that the store has. Raises `OSError`."""
+        self._disk.unlink(file.path)
 
     def is_empty(self) -> bool:
         """Return whether nothing waits for anything."""
@@ -169,99 +289,166 @@ class Journal:
 
     def close(self, *, remove: bool = False) -> None:
         """Release the session, and delete its directory if asked."""
-        with self._lock:
+        with self._syncing, self._lock:
             self.is_closed = True
             if remove:
-                for path in self._folder.iterdir():
-                    path.unlink(missing_ok=True)
+                for path in sorted(self._folder.iterdir()):  # the intents before the rows: without them, rows give no answer twice
+                    self._disk.unlink(path)
                 with contextlib.suppress(OSError):  # a gateway that starts just now may have opened it
                     self._folder.rmdir()
-            for descriptor in (self._intents, self._rows, self._held):
-                with contextlib.suppress(OSError):
-                    os.close(descriptor)
+            for log in (self._intents, self._rows, *self._ended):
+                log.close()
+            with contextlib.suppress(OSError):
+                os.close(self._held)
+
+    def _check_open(self) -> None:
+        if self.is_closed:  # the number of a file that was closed may belong to another one
+            raise OSError(errno.EBADF, "the journal is closed")
+
+    def _segment_path(self, segment: int) -> Path:
+        return self._folder / f"rows-{segment:010}.log"
+
+    def _new_room(self) -> _Room:
+        return _Room(self._most_rows)
+
+    def _open_rows(self, segment: int) -> RowLog:
+        return RowLog(self._disk, self._segment_path(segment))
 
     def _segments(self) -> list[tuple[int, Path]]:
         found = ((_SEGMENT.fullmatch(path.name), path) for path in self._folder.iterdir())
         return [(int(match[1]), path) for match, path in found if match]
 
+    def _found(self, kind: str, segment: int | None = None) -> list[SealedFile]:
+        found = [(path, _FILE.fullmatch(path.name)) for path in self._folder.iterdir()]
+        files = [SealedFile(path, int(m[1]), m[2], int(m[3])) for path, m in found if m and m[4] == kind]
+        return [file for file in files if segment in (None, file.segment)]
+
+    def _write_part(self, segment: int, number: int, data: bytes) -> SealedFile:
+        digest = blake3(data).hexdigest()
+        temporary = self._folder / "sealing.tmp"
+        descriptor = self._disk.open(temporary, fresh=True)
+        try:
+            write_all(self._disk, descriptor, data)
+            self._disk.sync(descriptor)
+        finally:
+            self._disk.close(descriptor)
+        file = SealedFile(self._folder / f"{number:020}-{digest}.{segment:010}.part", number, digest, segment)
+        self._disk.rename(temporary, file.path)
+        return file
+
+    def _drop_damaged(self, segments: list[int]) -> None:
+        """Delete files that do not count, and those that can be made again and are not what their name says."""
+        for file in self.files():
+            if file.segment in segments and file.read() is None:
+                for each in self._found("bin", file.segment):
+                    self._disk.unlink(each.path)
+        whole = {file.segment for file in self._found("bin")}
+        for file in self._found("part"):
+            if file.segment not in whole:
+                self._disk.unlink(file.path)
+
     def _recover(self, segments: list[int]) -> None:
         """Read the intents of a session that ended, and forget those that have a row."""
-        for kind, data in _read_rows(self._folder / "intents.log"):
-            if kind == _INTENT:
+        for kind, data in read_rows(self._folder / "intents.log"):
+            if kind == INTENT:
                 self.open_intents[str(json.loads(data)["id"])] = data
             else:
                 self.open_intents.pop(data.decode(), None)
-        if self.open_intents:  # only the newest row can lack its mark, but reading all of them is simpler
+        if self.open_intents:  # only the newest rows can lack their marks, but reading all of them is simpler
             for segment in segments:
-                for row in self.read_segment(segment):
-                    self.open_intents.pop(str(row["interactions"][0]["id"]), None)
+                for part in self.parts(segment):
+                    for row in part:
+                        self.open_intents.pop(str(row["interactions"][0]["id"]), None)
+
+    def _sync_old(self, segments: list[int]) -> None:
+        """Sync the rows that an ended session wrote, because their intents are about to be forgotten."""
+        for segment in segments:
+            log = self._open_rows(segment)
+            try:
+                log.sync()
+            finally:
+                log.close()
+
+    def _sync_rows(self) -> None:
+        """Sync the rows, and then mark their intents: a mark must not be on the disk without the row."""
+        with self._lock:
+            ended, growing, names = list(self._ended), self._rows, list(self._unsynced)
+        for log in ended:
+            log.sync()
+            log.close()
+            self._ended.remove(log)
+        growing.sync()
+        self._sync_names()
+        with self._lock:
+            for name in names:
+                del self._unsynced[name]
+                self._unmarked.append(name)
+            self._mark()
+
+    def _sync_intents(self) -> None:
+        self._intents.sync()
+        self._sync_names()
+
+    def _sync_names(self) -> None:
+        if self._has_new_names:
+            self._has_new_names = False
+            try:
+                self._disk.sync_folder(self._folder)
+            except OSError:
+                self._has_new_names = True
+                raise
+
+    def _note(self, kind: bytes, data: bytes) -> None:
+        """Write into the log of intents, and into the one that is about to replace it."""
+        self._intents.append(kind, data)
+        if self._since is not None:
+            self._since.append((kind, data))
 
     def _mark(self) -> None:
         """Write down which intents are done. Raises `OSError`, and then the next call writes the rest."""
         while self._unmarked:
-            self._write(self._intents, _DONE, self._unmarked[0].encode())
-            self._intents_size += len(self._unmarked[0]) + _ROW.size
+            self._note(DONE, self._unmarked[0].encode())
             del self._unmarked[0]
 
     def _compact(self) -> None:
+        """Replace the log of intents by one with the open ones only. Intents may be added and dropped meanwhile."""
+        with self._lock:
+            kept = [*self._unsynced.values(), *self.open_intents.values()]
+            self._since = []
         temporary = self._folder / "intents.tmp"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         try:
-            for data in self.open_intents.values():
-                self._write(descriptor, _INTENT, data)
-            temporary.rename(self._folder / "intents.log")
-        except OSError:
-            os.close(descriptor)
-            raise
-        self._unmarked.clear()
-        os.close(self._intents)
-        self._intents = descriptor
-        self._intents_size = os.fstat(descriptor).st_size
-
-    def _open(self, name: str) -> int:
-        """Open a log for appending. A row at its end that is not complete is cut off."""
-        path = self._folder / name
-        good = sum(_ROW.size + len(data) for _, data in _read_rows(path))
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.ftruncate(descriptor, good)
-        return descriptor
-
-    @staticmethod
-    def _write(descriptor: int, kind: bytes, data: bytes) -> None:
-        if len(data) > _MOST_ROW:  # nobody would read it, nor what follows
-            raise ValueError(f"a row has {len(data):,} bytes; {_MOST_ROW:,} are allowed")
-        row = _ROW.pack(kind, len(data), blake3(data).digest(16)) + data
-        before = os.fstat(descriptor).st_size
-        written = 0
-        try:
-            while written < len(row):
-                written += os.write(descriptor, row[written:])
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, before)  # a row is there as a whole, or not at all
-            raise
+            log = RowLog(self._disk, temporary, fresh=True)
+            try:
+                for data in kept:
+                    log.append(INTENT, data)
+                log.sync()
+                with self._lock:
+                    for kind, data in self._since:
+                        log.append(kind, data)
+                    self._disk.rename(temporary, self._folder / "intents.log")
+                    log, self._intents, self._has_new_names = self._intents, log, True
+            finally:
+                log.close()
+        finally:
+            with self._lock:
+                self._since = None
+        self._sync_names()
 
 
-def ended_sessions(folder: Path) -> Iterator[Journal]:
-    """Yield the journals of sessions that no process uses any more."""
+def ended_sessions(folder: Path, *, disk: JournalDisk | None = None, most_rows: int | None = None) -> Iterator[Journal]:
+    """Yield the journals of sessions that no process uses any more. The parameters are those of `Journal`."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_dir() and is_session(path.name):
             try:
-                yield Journal(folder, path.name)
+                yield Journal(folder, path.name, disk=disk, most_rows=most_rows)
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.ENOENT):  # in use, or removed just now
                     raise
 
 
-def _read_rows(path: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Yield the rows of a log, up to the first that is damaged or not complete."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        while len(head := file.read(_ROW.size)) == _ROW.size:
-            kind, length, digest = _ROW.unpack(head)
-            data = file.read(length) if length <= _MOST_ROW else b""
-            if kind not in (_INTENT, _DONE, _RECORD) or len(data) != length or blake3(data).digest(16) != digest:
-                return
-            yield kind, data
+def _interactions(row: Mapping[str, Any]) -> int:
+    """Return how much of the room for interactions a row takes. A file has room for as many prompts."""
+    return max(len(row["interactions"]), len(row.get("prompts", ())))
 
 
 def _size(path: Path) -> int:

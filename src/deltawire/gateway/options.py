@@ -65,7 +65,7 @@ class GatewayOptions:
     text
         Whether the text of conversations is recorded, after redaction.
     redact
-        Decides what is recorded of an answer.
+        Decides what is recorded of an answer. It is called on a thread of its own, for one answer at a time.
     keys
         The file with API keys. Without one everybody who reaches the gateway may use it.
     user_key
@@ -82,7 +82,7 @@ class GatewayOptions:
     probe
         Seconds between two looks at each engine, and at the channels.
     flush
-        Seconds after which recorded answers go to the store, even if they are few.
+        Seconds after which recorded answers go to the store, even if they are few, and after which the journal is synced to the disk.
     most_bytes
         The most bytes of a request or of an answer that is not streamed.
     memory_bytes

@@ -1,7 +1,7 @@
 """Records answers: an intent in the journal before the answer ends, then a row, then a file in the store. Answers never wait for the store.
 
-An engine keeps what it drew for a while (`engines.answer_table`), so the gateway asks it after the answer. If the gateway is killed in
-between, its next start finds the intent in the journal and asks then.
+An engine keeps what it drew for a while (`engines.answer_table`), so the gateway asks it after the answer, again and again while the engine
+cannot be reached. If the gateway is killed in between, its next start finds the intent in the journal and asks then.
 """
 
 from __future__ import annotations
@@ -9,32 +9,29 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from ..engines.answer_table import ANSWERS_ROUTE
 from ..engines.routed_experts import ModelRouters
-from ..errors import GatewayError, GatewayFull
 from ..events import OnEvent, emit
+from .answer_queues import AnswerQueues, Told, Waiting
 from .answers import Unusable, intent_of, row_of
-from .engine_client import NoAnswer
 from .engine_pool import EnginePool, PooledEngine
 from .inline import InlineAnswer
 from .journal import Journal
 from .known_ids import KnownIds
-from .memory import MemoryBudget, Reservation, json_memory
+from .memory import MemoryBudget
 from .options import GatewayOptions
 from .requests import AskedFor
+from .row_thread import RowThread
 from .uploads import Uploads
 
-_AT_ONCE = 16
-"""This many answers are fetched from engines at the same time."""
 _MOST_WAITING = 20_000
 MOST_COPY = 1 << 20
 """Longer answers are recorded without the facts that are read from their text."""
-_MOST_ANSWER = 256 << 20
-_TRIES = 5
+_THREAD_SECONDS = 10.0
+_ASK_AGAIN = Unusable("the engine has not told it yet.")
 
 
 class Recording:
@@ -144,29 +141,26 @@ class Recorder:
         self._routers = routers
         self._on_event = on_event
         self._stopped: str | None = None
-        self._waiting: deque[tuple[Journal, dict[str, Any], Recording | None]] = deque()
         self._waiting_bytes = 0
-        self._arrived = asyncio.Event()
-        self._busy = 0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._queues = AnswerQueues(pool, memory, self._record, lambda one, reason: self._unusable(one.journal, one.intent, reason))
+        self._rows = RowThread()
+        self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to record. Answers of ended sessions come first."""
+        self._rows.start()
         for journal in self._ended:
             for data in list(journal.open_intents.values()):
-                self._waiting.append((journal, json.loads(data), None))
-        self._arrived.set()
-        self._tasks = [asyncio.create_task(self._work()) for _ in range(_AT_ONCE)]
-        self._tasks.append(asyncio.create_task(self._watch_size()))
+                self._queues.add(Waiting(journal, json.loads(data), lambda: None))
+        self._watching = asyncio.create_task(self._watch_size())
 
     async def close(self, seconds: float) -> None:
         """Record what was answered, for at most this long. The rest stays in the journal."""
-        deadline = asyncio.get_running_loop().time() + seconds
-        while (self._waiting or self._busy) and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.01)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._queues.close(seconds)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        self._rows.close(_THREAD_SECONDS)
 
     def begin(self, asked: AskedFor, engine: PooledEngine) -> Recording | None:
         """Return a recording of an answer, or None if it is not recorded."""
@@ -202,48 +196,79 @@ class Recorder:
     def finish(self, recording: Recording) -> None:
         """Record an answer that was given."""
         memory = recording.asked.memory
-        if len(self._waiting) >= _MOST_WAITING or self._waiting_bytes + memory.size > self._memory.most // 2:  # the rest is for requests
+        if len(self._queues) >= _MOST_WAITING or self._waiting_bytes + memory.size > self._memory.most // 2:  # the rest is for requests
             self._unusable(self._journal, recording.intent, "too many answers wait to be recorded.")
             return
         memory.hold()
-        self._waiting_bytes += memory.size
-        self._waiting.append((self._journal, recording.intent, recording))
-        self._arrived.set()
+        size = memory.size
+        self._waiting_bytes += size
 
-    async def _work(self) -> None:
-        while True:
-            while not self._waiting:
-                self._arrived.clear()
-                await self._arrived.wait()
-            journal, intent, recording = self._waiting.popleft()
-            self._busy += 1
+        def release() -> None:
+            self._waiting_bytes -= size
+            memory.close()
+
+        self._queues.add(Waiting(self._journal, recording.intent, release, recording))
+
+    async def _record(self, waiting: list[Waiting], told: Told | None) -> list[Waiting]:
+        """Record answers, and return those that the engine must be asked for again."""
+        oldest = None
+        if told is None:
             try:
-                with self._memory.reservation() as memory:
-                    await self._record(journal, intent, recording, memory)
+                (one,) = waiting
+                oldest = await self._oldest(self._engine(one), one.intent["seq"])
             except Unusable as error:
-                self._unusable(journal, intent, str(error))
-            except OSError as error:
-                self._stop(f"the journal cannot be written: {error}")
-            except Exception as error:  # a user's rule, or an answer of a form that nobody thought of
-                self._unusable(journal, intent, f"{type(error).__name__}: {error}")
-            finally:
-                self._busy -= 1
-                if recording is not None:
-                    self._waiting_bytes -= recording.asked.memory.size
-                    recording.asked.memory.close()
+                self._unusable(one.journal, one.intent, str(error))
+                one.release()
+                return []
+        modes = [None if (engine := self._engine(one)) is None else engine.logprobs for one in waiting]
+        outcomes = await self._rows.call(partial(self._write_rows, waiting, modes, told, oldest))
+        left = []
+        for one, problem in zip(waiting, outcomes, strict=True):
+            if problem is _ASK_AGAIN:
+                left.append(one)
+                continue
+            if isinstance(problem, OSError):  # the next start records the answer
+                self._stop(f"the journal cannot be written: {problem}")
+            elif problem is not None:
+                self._unusable(one.journal, one.intent, str(problem))
+            one.release()
+        return left
 
-    async def _record(self, journal: Journal, intent: dict[str, Any], recording: Recording | None, memory: Reservation) -> None:
-        engine = recording.engine if recording is not None else self._engine(str(intent["engine"]))
-        if "calls" in intent:
-            calls, mode = intent["calls"], None if engine is None else engine.logprobs
-            oldest = await self._oldest(engine, intent["seq"])
-        else:
-            calls, mode = await self._drawn(str(intent["engine"]), str(intent["id"]), memory)
-            oldest = None
-        row = row_of(
-            intent,
+    def _write_rows(self, waiting: list[Waiting], modes: list[str | None], told: Told | None, oldest: int | None) -> list[Exception | None]:
+        """Write the rows of answers, on the thread for this. Return for each answer why it is not recorded, or None."""
+        answers, left = ({}, frozenset[str]()) if told is None else told.answers(waiting)
+        outcomes: list[Exception | None] = []
+        for one, mode in zip(waiting, modes, strict=True):
+            if one.name in left:
+                outcomes.append(_ASK_AGAIN)
+                continue
+            try:
+                row = self._row(one, mode, answers.get(one.name), oldest)
+            except Unusable as error:
+                outcomes.append(error)
+                continue
+            except Exception as error:  # a user's rule, or an answer of a form that nobody thought of
+                outcomes.append(Unusable(f"{type(error).__name__}: {error}"))
+                continue
+            try:
+                if one.journal.add_row(one.name, row):
+                    self._uploads.hurry()
+                outcomes.append(None)
+            except (OSError, ValueError) as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _row(self, one: Waiting, mode: str | None, found: Any, oldest: int | None) -> dict[str, Any]:
+        recording: Recording | None = one.recording
+        calls = one.intent.get("calls")
+        if calls is None:
+            if found is None:
+                raise Unusable("the engine does not have the answer any more.")
+            calls, mode = found.get("calls"), found.get("logprobs")
+        return row_of(
+            one.intent,
             calls,
-            logprobs=mode,
+            logprobs=mode if isinstance(mode, str) else None,
             oldest=oldest,
             asked=None if recording is None else recording.asked,
             copies=() if recording is None else recording.copies,
@@ -251,35 +276,6 @@ class Recorder:
             keeps_text=self._options.text,
             routers=self._routers,
         )
-        journal.add_row(str(intent["id"]), row)
-        self._uploads.row_added()
-
-    async def _drawn(self, url: str, name: str, memory: Reservation) -> tuple[Any, str | None]:
-        """Ask an engine what it drew. Raises `Unusable` if it does not know, or if the answer does not fit into the memory for long."""
-        reason = ""
-        for attempt in range(_TRIES):
-            if attempt:
-                await asyncio.sleep(0.1 * 2**attempt)
-            try:
-                memory.resize(0)
-                answer = await self._pool.get(url + ANSWERS_ROUTE + name, most=_MOST_ANSWER, memory=memory)
-                memory.add(json_memory(answer.data))
-            except GatewayFull as error:
-                reason = str(error)
-                continue
-            except GatewayError as error:
-                raise Unusable(str(error)) from None
-            except NoAnswer as error:
-                reason = str(error)
-                continue
-            if answer.status == 404:
-                raise Unusable("the engine does not have the answer any more.")
-            if answer.status == 200:
-                found = json.loads(answer.data)
-                mode = found.get("logprobs")
-                return found.get("calls"), mode if isinstance(mode, str) else None
-            reason = f"status {answer.status}"
-        raise Unusable(f"the engine does not tell what it drew: {reason}.")
 
     async def _oldest(self, engine: PooledEngine | None, before: int | None) -> int | None:
         """Return the oldest version that an engine without labelled tokens had since a request."""
@@ -290,8 +286,11 @@ class Recorder:
             raise Unusable("the engine was lost, so the version of its tokens is not known.")
         return min(before, engine.seq)
 
-    def _engine(self, url: str) -> PooledEngine | None:
-        return next((engine for engine in self._pool.engines if engine.address.url == url), None)
+    def _engine(self, one: Waiting) -> PooledEngine | None:
+        if one.recording is not None:
+            engine: PooledEngine = one.recording.engine
+            return engine
+        return next((engine for engine in self._pool.engines if engine.address.url == one.intent["engine"]), None)
 
     def _unusable(self, journal: Journal, intent: dict[str, Any], reason: str) -> None:
         emit(self._on_event, "interaction-unusable", reason=reason)

@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..chain.log import ChainLog
 from ..chain.version import Version
-from ..errors import DeltawireError, StoreError, VersionUnknown
+from ..errors import DeltawireError, LimitExceeded, StoreError, VersionUnknown
 from ..events import OnEvent, emit
 from ..format.interactions import Interactions
 from ..store.live_keys import INTERACTIONS, LiveKey, interactions_key, parse_interactions_key
 from .answers import file_of
 from .journal import Journal, SealedFile
 
-_MOST_ROWS, _MOST_ROW_BYTES = 512, 8 << 20
 _RETRY_SECONDS = 1.0
 
 
 class Uploads:
-    """Brings journals into the store.
+    """Brings journals into the store, and onto the disk meanwhile.
 
     Parameters
     ----------
     log
-        The chain, and the store that gets the files. Only the thread of this object uses it.
+        The chain, and the store that gets the files. Only one thread of this object uses it.
     journals
         The journal of this session first, and then those of sessions that ended.
     flush
-        Seconds after which rows go to the store, even if they are few.
+        Seconds after which rows go to the store, even if they are few, and after which what was written is on the disk.
     on_event
         Called with "interactions-stored", "interaction-unusable", "recording-waits" and "journal-recovered".
     """
@@ -42,20 +41,16 @@ class Uploads:
         self._flush = flush
         self._on_event = on_event
         self._problem: str | None = None
-        self._rotated = time.monotonic()
         self._wanted = threading.Condition()
         self._is_closing = False
         self._is_hurried = False
         self._thread = threading.Thread(target=self._run, name="deltawire-uploads", daemon=True)
+        self._syncing = threading.Thread(target=self._run_sync, name="deltawire-journal", daemon=True)
 
     def start(self) -> None:
         """Begin to upload."""
         self._thread.start()
-
-    def row_added(self) -> None:
-        """Upload at once if there are enough rows."""
-        if self._own.rows >= _MOST_ROWS or self._own.row_bytes >= _MOST_ROW_BYTES:
-            self.hurry()
+        self._syncing.start()
 
     def hurry(self) -> None:
         """Upload at once."""
@@ -68,8 +63,25 @@ class Uploads:
         with self._wanted:
             self._is_closing = True
             self._wanted.notify_all()
-        if self._thread.is_alive():
-            self._thread.join(seconds)
+        deadline = time.monotonic() + seconds
+        for thread in (self._thread, self._syncing):
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run_sync(self) -> None:
+        """Sync the journals again and again. The thread that uploads may wait for the store meanwhile."""
+        while not self._is_closing:
+            try:
+                self._sync()
+            except OSError as error:
+                self._report(f"the journal cannot be synced: {error}")
+            with self._wanted:
+                self._wanted.wait_for(lambda: self._is_closing, self._flush)
+
+    def _sync(self) -> None:
+        for journal in (self._own, *list(self._ended)):
+            if not journal.is_closed:
+                journal.sync()
 
     def _run(self) -> None:
         while True:
@@ -91,6 +103,7 @@ class Uploads:
 
     def step(self) -> None:
         """Upload everything that waits. Raises errors of the store, and `OSError` of the journal."""
+        self._sync()
         for journal in list(self._ended):
             self._upload(journal)
             if journal.is_empty():  # intents of an ended session are resolved elsewhere, and give rows
@@ -100,6 +113,8 @@ class Uploads:
         self._upload(self._own)
 
     def _upload(self, journal: Journal) -> None:
+        for segment in journal.sealed_segments():
+            journal.forget_segment(segment)
         for file in journal.files():
             self._put(journal, file)
         journal.rotate()
@@ -107,22 +122,30 @@ class Uploads:
             self._put_segment(journal, segment)
 
     def _put_segment(self, journal: Journal, segment: int) -> None:
-        rows = journal.read_segment(segment)
-        number = self._number(journal)
-        data = self._data(journal.session, number, rows) if rows else None
-        if data is None:
-            journal.forget(segment, None)
-            return
-        file = journal.seal(segment, number, data)
-        self._numbers[journal.session] = number + 1
-        self._put(journal, file, len(rows))
+        number, counts = self._number(journal), list[int]()
+        files = journal.seal(segment, self._files(journal, segment, number, counts))
+        self._numbers[journal.session] = number + len(files)
+        journal.forget_segment(segment)
+        for file, count in zip(files, counts, strict=True):
+            self._put(journal, file, count)
+
+    def _files(self, journal: Journal, segment: int, number: int, counts: list[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield the numbers and the bytes of the files that a segment becomes, and note how many rows each has."""
+        for part in journal.parts(segment):
+            for rows, data in self._data(journal.session, number, part):
+                yield number, data
+                counts.append(rows)
+                number += 1
 
     def _put(self, journal: Journal, file: SealedFile, rows: int | None = None) -> None:
-        data = file.path.read_bytes()
         start = time.monotonic()
+        if (data := file.read()) is None:
+            emit(self._on_event, "interaction-unusable", reason=f"the journal's file {file.path.name} is damaged.")
+            journal.forget_file(file)
+            return
         self._store.put(interactions_key(LiveKey(journal.session, file.number, file.blake3)), data)
         self._numbers[journal.session] = max(self._number(journal), file.number + 1)
-        journal.forget(file.segment, file)
+        journal.forget_file(file)
         seconds = time.monotonic() - start
         emit(self._on_event, "interactions-stored", number=file.number, interactions=rows, bytes=len(data), seconds=seconds)
 
@@ -134,8 +157,35 @@ class Uploads:
             self._numbers[journal.session] = max(taken, default=-1) + 1
         return self._numbers[journal.session]
 
-    def _data(self, session: str, number: int, rows: list[dict[str, Any]]) -> bytes | None:
-        """Return the bytes of a file. Rows that cannot be used are left out. Returns None if no row can be used."""
+    def _data(self, session: str, number: int, rows: list[dict[str, Any]]) -> list[tuple[int, bytes]]:
+        """Return how many rows each of the next files has, and its bytes. It is one file if that has room for all rows.
+
+        Rows that cannot be used are left out.
+        """
+        made = self._bytes(session, number, rows)
+        if isinstance(made, bytes):
+            return [(len(rows), made)]
+        usable = rows if isinstance(made, LimitExceeded) else self._usable(session, number, rows)
+        if len(usable) < len(rows):
+            return self._data(session, number, usable) if usable else []
+        if len(rows) == 1:
+            emit(self._on_event, "interaction-unusable", reason=str(made))
+            return []
+        left = self._data(session, number, rows[: len(rows) // 2])
+        return left + self._data(session, number + len(left), rows[len(rows) // 2 :])
+
+    def _usable(self, session: str, number: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        made = self._bytes(session, number, rows)
+        if isinstance(made, bytes | LimitExceeded):
+            return rows
+        if len(rows) == 1:
+            emit(self._on_event, "interaction-unusable", reason=str(made))
+            return []
+        half = len(rows) // 2
+        return [row for part in (rows[:half], rows[half:]) for row in self._usable(session, number, part)]
+
+    def _bytes(self, session: str, number: int, rows: list[dict[str, Any]]) -> bytes | DeltawireError:
+        """Return the bytes of a file, or why these rows are none. Raises errors that may be over later."""
         try:
             return self._file(session, number, rows).to_bytes()
         except StoreError:
@@ -143,14 +193,7 @@ class Uploads:
         except DeltawireError as error:
             if error.retryable and not isinstance(error, VersionUnknown):
                 raise
-            if len(rows) == 1:
-                emit(self._on_event, "interaction-unusable", reason=str(error))
-                return None
-        halves = [row for part in (rows[: len(rows) // 2], rows[len(rows) // 2 :]) for row in self._usable(session, number, part)]
-        return self._file(session, number, halves).to_bytes() if halves else None
-
-    def _usable(self, session: str, number: int, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [row for row in rows if self._data(session, number, [row]) is not None]
+            return error
 
     def _file(self, session: str, number: int, rows: list[dict[str, Any]]) -> Interactions:
         version: Callable[[int], Version] = self._log.version

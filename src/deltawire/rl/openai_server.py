@@ -79,19 +79,19 @@ class OpenAiServer:
             if path in ROUTES and scope["method"] == "POST":
                 await self._answer(ROUTES[path], headers, receive, send)
             elif scope["method"] == "GET":
-                await self._tell(path, send)
+                await self._tell(path, scope.get("query_string", b""), send)
             else:
                 await send_json(send, {"error": "there is no such route"}, status=404)
         except GatewayError as error:
             await send_json(send, error_body(error), status=error.status)
 
-    async def _tell(self, path: str, send: Send) -> None:
+    async def _tell(self, path: str, query: bytes, send: Send) -> None:
         version = self._generator.version
         if path == ENGINE_ROUTE:
             label = None if version is None else str(version.seq)
             state = {"deltawire": "engine", "version": 1, "label": label, "running": label is not None, "logprobs": "processed_logprobs"}
             await send_json(send, state)
-        elif path.startswith(ANSWERS_ROUTE) and (answer := self.table.get(path.removeprefix(ANSWERS_ROUTE))) is not None:
+        elif path.startswith(ANSWERS_ROUTE) and (answer := self.table.reply(path, query)) is not None:
             await send_bytes(send, answer, "application/json")
         elif path == "/health":
             await send_json(send, {}, status=200 if version is not None else 503)

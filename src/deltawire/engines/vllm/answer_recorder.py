@@ -66,7 +66,7 @@ class AnswerRecorder:
             await _send(send, 401, b'{"error":"Unauthorized"}')
         elif path == ENGINE_ROUTE:
             await _send(send, 200, json.dumps(await _state(state)).encode())
-        elif (answer := self._table.get(path.removeprefix(ANSWERS_ROUTE))) is None:
+        elif (answer := self._table.reply(path, scope.get("query_string", b""))) is None:
             await _send(send, 404, b'{"error":"this server keeps no answer with that id"}')
         else:
             await _send(send, 200, answer)

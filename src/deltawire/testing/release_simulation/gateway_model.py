@@ -17,6 +17,7 @@ from ...gateway.channel_watch import ChannelWatch
 from ...gateway.feedback import FeedbackIntake, read_feedback
 from ...gateway.id_log import IdLog
 from ...gateway.journal import Journal, ended_sessions
+from ...gateway.journal_log import JournalDisk
 from ...gateway.known_ids import KnownIds
 from ...gateway.metrics_watch import MetricsWatch
 from ...gateway.uploads import Uploads
@@ -25,10 +26,22 @@ from .blocking import VirtualStore, blocking_steps, sleep
 from .virtual_loop import VirtualLoop
 
 _KNOWN = 10_000
+_MOST_ROWS = 2
+"""The most rows of a segment, so that more answers wait than one file holds whenever the store is away for a while."""
 
 
 def quiet(event: Event) -> None:
     """Ignore an event."""
+
+
+class UnsyncedDisk(JournalDisk):
+    """A disk whose power never fails, so that nothing needs to be synced."""
+
+    def sync(self, descriptor: int) -> None:
+        """Do nothing."""
+
+    def sync_folder(self, folder: Path) -> None:
+        """Do nothing."""
 
 
 class GatewayModel:
@@ -95,8 +108,8 @@ class GatewayModel:
         """
         self.process = process
         store = VirtualStore()
-        ended = list(ended_sessions(self._folder)) if self._folder.is_dir() else []
-        self.journal = Journal(self._folder, session)
+        ended = list(ended_sessions(self._folder, disk=UnsyncedDisk(), most_rows=_MOST_ROWS)) if self._folder.is_dir() else []
+        self.journal = Journal(self._folder, session, disk=UnsyncedDisk(), most_rows=_MOST_ROWS)
         self._journals = [self.journal, *ended]
         self._ids = IdLog(self._folder, session, most=_KNOWN)
         self.known = KnownIds(store, self._run, session, most=_KNOWN, log=self._ids, on_event=quiet)
