@@ -129,7 +129,7 @@ def test_hostile_payloads_break_nothing_and_are_judged_as_the_reference_judges_t
     found = list(read_cases(cases.read_bytes()))
     refused, resolved = ([case for case in found if bool(case.error) is wanted] for wanted in (True, False))
     for wanted in (True, False):
-        assert sum(case.is_old is wanted for case in resolved) > 300
+        assert sum(case.is_old is wanted for case in resolved) > 150
         assert sum(case.is_old is wanted for case in refused) > 150
     for case in [*resolved, *refused[::5]]:  # all accepted payloads, because accepting an invalid one is the worse mistake
         check(case)
@@ -160,7 +160,7 @@ def test_hostile_routed_experts_break_nothing_and_are_judged_as_the_reference_ju
     assert f"{ROUTING_EXECUTIONS} executions of seed 1, no finding" in run_target("routing", ROUTING_EXECUTIONS, cases)
     found = list(read_routing(cases.read_bytes()))
     refused, decoded = ([case for case in found if (case[2] is None) is wanted] for wanted in (True, False))
-    assert min(len(refused), len(decoded)) > 100
+    assert min(len(refused), len(decoded)) > 50
     for rows, coded, ids in decoded:  # all accepted ones, because accepting invalid bytes is the worse mistake
         assert np.array_equal(routing.decode_rows(rows, coded), ids)
     for rows, coded, _ in refused[::5]:

@@ -111,7 +111,7 @@ BREAKAGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] = {
     "feedback of other callers counts": (count_feedback_of_other_callers, "instead of", 0),
     "an answer gets the tokens of another": (take_the_place_of_another_answer, "another answer", 0),
 }
-"""What breaks a rule, the violation, and a seed that has shown it. Other seeds are tried only if that one no longer does."""
+"""A function that breaks a rule, the violation, and a seed that has shown it. Other seeds are tried only if that one no longer does."""
 
 
 @pytest.mark.parametrize("name", BREAKAGES)
