@@ -26,10 +26,12 @@ from forked_python import ForkedPopen
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests"
-FAULTS = [f"{TESTS}/faults"]
-"""Every call of a store fails in turn."""
-SYSTEMS = [f"{TESTS}/{name}" for name in ("fleet", "integration")]
+FAULTS = [f"{TESTS}/{name}" for name in ("malformed", "faults")]
+"""Hostile input, and stores of which every call fails in turn."""
+SYSTEMS = [f"{TESTS}/integration"]
 """Tests with many processes, with servers of stores, or with long waits."""
+FLEET = [f"{TESTS}/fleet"]
+"""Members of fleets as processes."""
 SEARCHES = [f"{TESTS}/{name}" for name in ("gpu", "property")]
 """Random examples, and kernels on an emulated GPU: tests that compute all the time."""
 VLLM = [f"{TESTS}/vllm", f"{TESTS}/docs/test_parameters.py"]
@@ -43,8 +45,8 @@ RAY = [f"{TESTS}/fleet/test_ray.py"]
 """A real Ray cluster of two nodes. These tests skip themselves where Ray is not installed."""
 LONG = [f"{TESTS}/{name}" for name in ("demo", "integration/stores/test_server_conformance.py", "fleet/test_cut_off.py")]
 """Tests that start many processes or servers and mostly wait for them."""
-UNITS = [f"{TESTS}/{name}" for name in ("unit", "malformed", "dashboard", "gateway")]
-"""Tests of single modules, of hostile input, and of web servers."""
+UNITS = [f"{TESTS}/{name}" for name in ("gateway", "dashboard", "unit")]
+"""Tests of single modules and of web servers. Those that wait most come first."""
 
 
 def _ignoring(paths: list[str]) -> list[str]:
@@ -54,11 +56,11 @@ def _ignoring(paths: list[str]) -> list[str]:
 LANES: dict[str, list[str]] = {
     "vllm": ["-vv", *VLLM, *_ignoring(TRL)],
     "trl": ["-vv", *TRL, *LONG],
-    "ray": ["-vv", *RAY],
-    "systems": [*SYSTEMS, *_ignoring([*TRL, *RAY, *LONG])],
+    "ray": ["-vv", *RAY, *FLEET, *_ignoring([*TRL, *LONG])],
+    "systems": [*SYSTEMS, *_ignoring(LONG)],
     "faults": FAULTS,
     "searches": SEARCHES,
-    "parts": [TESTS, *_ignoring([*FAULTS, *SYSTEMS, *SEARCHES, *VLLM, *TRL, *UNITS, *LONG])],
+    "parts": [TESTS, *_ignoring([*FAULTS, *SYSTEMS, *FLEET, *SEARCHES, *VLLM, *TRL, *UNITS, *LONG])],
     "units": UNITS,
 }
 

@@ -29,6 +29,7 @@
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 extern "C" void __sanitizer_set_death_callback(void (*callback)());
 extern std::FILE* fuzz_cases;
+extern bool fuzz_counts;  // false while several threads run: what each of them passes differs from run to run
 
 namespace {
 
@@ -40,6 +41,8 @@ using Input = std::vector<uint8_t>;
 // How often each edge of the code was passed in this execution; and which counts, in powers of two, were seen in any execution.
 uint8_t passed[1 << 16];
 uint8_t seen[1 << 16];
+
+thread_local bool is_main = false;  // threads that come late run on after the call that started them
 
 Input current;
 uint64_t execution = 0, seed = 1;
@@ -137,6 +140,7 @@ const char* value_of(const char* argument, const char* option) {
 
 // The compiler inserts calls of this into all files except this one.
 extern "C" void __sanitizer_cov_trace_pc() {
+    if (!fuzz_counts || !is_main) return;
     const uintptr_t edge = uintptr_t(__builtin_return_address(0)) - uintptr_t(&LLVMFuzzerTestOneInput);  // independent of the load address
     uint8_t& count = passed[(edge ^ edge >> 16) & 0xffff];
     if (count != 255) ++count;
@@ -146,6 +150,7 @@ extern "C" void __sanitizer_cov_trace_pc() {
 extern "C" __attribute__((visibility("default"))) const char* __ubsan_default_options() { return "abort_on_error=1:print_stacktrace=1"; }
 
 int main(int argc, char** argv) {
+    is_main = true;
     uint64_t runs = 100000;
     std::vector<Input> pool;
     for (int i = 1; i < argc; ++i) {

@@ -35,6 +35,7 @@ private:
 
 // The file of cases that tests compare with the reference codec. Only driver.cpp sets it.
 std::FILE* fuzz_cases = nullptr;
+bool fuzz_counts = true;
 
 extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() { return "quarantine_size_mb=16:malloc_context_size=2"; }
 

@@ -12,6 +12,7 @@
 
 // The file of cases that tests compare with the reference codec. Only driver.cpp sets it.
 std::FILE* fuzz_cases = nullptr;
+bool fuzz_counts = true;
 
 extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() { return "quarantine_size_mb=16:malloc_context_size=2"; }
 
@@ -197,7 +198,9 @@ Result attack(const Facts& f, const Coded& c, uint64_t hash) {
     if (has_fast) REQUIRE(decode(f, c, 1, true) == found);
 #endif
     if (hash % 64 == 0) {
+        fuzz_counts = false;
         const Result other = decode(f, c, 2, false);
+        fuzz_counts = true;
         REQUIRE(other.error.empty() == found.error.empty() && other.ids == found.ids);
     }
     for (size_t row = 0; found.error.empty() && row < f.recorded.size(); ++row)

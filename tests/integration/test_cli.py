@@ -424,7 +424,7 @@ _WITH_LITTLE_MEMORY = """
 import re, resource
 import deltawire.delta.resolve, deltawire.cli, deltawire.format.checkpoints.checkpoint_copy
 resident = int(re.search(r"VmData:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
-resource.setrlimit(resource.RLIMIT_DATA, (resident + (192 << 20),) * 2)
+resource.setrlimit(resource.RLIMIT_DATA, (resident + (112 << 20),) * 2)
 """
 
 
@@ -432,15 +432,15 @@ resource.setrlimit(resource.RLIMIT_DATA, (resident + (192 << 20),) * 2)
 def test_a_checkpoint_larger_than_memory_is_diffed_and_applied(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     old: dict[str, Tensors] = {
-        FIRST: {"large": rng.integers(0, 1 << 16, 128 << 20, np.uint16).view(ml_dtypes.bfloat16)},
-        SECOND: {f"layer.{layer}": rng.integers(0, 1 << 16, 16 << 20, np.uint16).view(ml_dtypes.bfloat16) for layer in range(8)},
+        FIRST: {"large": rng.integers(0, 1 << 16, 64 << 20, np.uint16).view(ml_dtypes.bfloat16)},
+        SECOND: {f"layer.{layer}": rng.integers(0, 1 << 16, 8 << 20, np.uint16).view(ml_dtypes.bfloat16) for layer in range(8)},
     }
     save_sharded(tmp_path / "old", old)
     for tensors in old.values():
         for array in tensors.values():
             array.view(np.uint16)[:: int(rng.integers(90, 110))] ^= 1
     save_sharded(tmp_path / "new", old)
-    assert sum(array.nbytes for tensors in old.values() for array in tensors.values()) == 512 << 20
+    assert sum(array.nbytes for tensors in old.values() for array in tensors.values()) == 256 << 20
     for arguments in (
         ("diff", tmp_path / "old", tmp_path / "new", "-o", tmp_path / "step.delta"),
         ("apply", tmp_path / "old", tmp_path / "step.delta", "-o", tmp_path / "out"),

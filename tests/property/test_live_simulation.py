@@ -105,23 +105,24 @@ def take_the_place_of_another_answer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(live_steps, "live_rollouts", mixed_up)
 
 
-BREAKAGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
-    "interactions are used again": (forget_what_was_used, "as step"),
-    "nothing remembers what swept rounds used": (sweep_rounds_without_a_list, "as step"),
-    "consent does not count": (ignore_consent, "without consent"),
-    "windows end early": (end_windows_early, "instead of"),
-    "an old revision counts": (take_the_lowest_revision, "instead of"),
-    "the clock of a gateway counts": (trust_the_clocks_of_gateways, "instead of"),
-    "late feedback counts": (count_late_feedback, "instead of"),
-    "feedback of other callers counts": (count_feedback_of_other_callers, "instead of"),
-    "an answer gets the tokens of another": (take_the_place_of_another_answer, "another answer"),
+BREAKAGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] = {
+    "interactions are used again": (forget_what_was_used, "as step", 1),
+    "nothing remembers what swept rounds used": (sweep_rounds_without_a_list, "as step", 48),
+    "consent does not count": (ignore_consent, "without consent", 0),
+    "windows end early": (end_windows_early, "instead of", 25),
+    "an old revision counts": (take_the_lowest_revision, "instead of", 17),
+    "the clock of a gateway counts": (trust_the_clocks_of_gateways, "instead of", 0),
+    "late feedback counts": (count_late_feedback, "instead of", 0),
+    "feedback of other callers counts": (count_feedback_of_other_callers, "instead of", 0),
+    "an answer gets the tokens of another": (take_the_place_of_another_answer, "another answer", 0),
 }
+"""A function that breaks a rule, the violation, and a seed that has shown it. Other seeds are tried only if that one no longer does."""
 
 
 @pytest.mark.parametrize("name", BREAKAGES)
 def test_the_simulation_finds_every_broken_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaks, expected = BREAKAGES[name]
+    breaks, expected, first = BREAKAGES[name]
     breaks(monkeypatch)
-    found = next((outcome.violation for seed in range(60) if (outcome := simulate(seed)).violation is not None), None)
+    found = next((outcome.violation for seed in (first, *range(60)) if (outcome := simulate(seed)).violation is not None), None)
     assert found is not None
     assert expected in found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import pytest
@@ -47,20 +47,23 @@ def layer_of(path: Path) -> str:
     return path.relative_to(SOURCE).with_suffix("").parts[0]
 
 
-def imported(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yield the line of each import, the absolute name, and whether it is imported as soon as the module is."""
+@functools.cache
+def imported(path: Path) -> list[tuple[int, str, bool]]:
+    """Return the line of each import, the absolute name, and whether it is imported as soon as the module is."""
     tree = ast.parse(path.read_text())
     package = ["deltawire", *path.relative_to(SOURCE).parent.parts]
     at_once = {id(node) for node in tree.body}
+    found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for name in node.names:
-                yield node.lineno, name.name, id(node) in at_once
+                found.append((node.lineno, name.name, id(node) in at_once))
         elif isinstance(node, ast.ImportFrom):
             start = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*start, *([node.module] if node.module else [])])
             for name in node.names:
-                yield node.lineno, f"{base}.{name.name}", id(node) in at_once
+                found.append((node.lineno, f"{base}.{name.name}", id(node) in at_once))
+    return found
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))

@@ -4,7 +4,6 @@
 // - If lanes wait for others that never arrive, or wait at different operations, the process ends with a message that says where they wait.
 // - Asynchronous copies arrive when a thread waits for them, not before. Shared memory initially contains noise.
 // Blocks run one after the other.
-#include <setjmp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -52,11 +51,13 @@ struct Copy {
     unsigned size;
 };
 
+// Where a fiber or the scheduler continues. The functions of the compiler are faster than those of the C library.
+using Place = void* [5];
+
 struct Fiber {
     unsigned x;
-    bool done;
-    jmp_buf state;
-    ucontext_t start;
+    bool done, started;
+    Place state;
     unsigned generation, block_generation;  // number of meetings of its warp and of its block that it has reached
     std::vector<Copy> copies;               // in the order in which they started; groups end at `groups`
     std::vector<size_t> groups;
@@ -76,15 +77,16 @@ inline std::vector<Fiber> fibers;
 inline std::vector<Meeting> warps;
 inline Meeting block;
 inline Fiber* current;
-inline jmp_buf scheduler;
+inline Place scheduler;
 inline Dimension block_index, grid, size;
 inline std::vector<unsigned char> shared_memory;
 inline std::unique_ptr<unsigned char[]> stacks;  // never cleared, and never made smaller
 inline size_t stack_count;
 inline uint64_t random_state = 1;
+inline uint64_t steps;  // fibers that have reached a meeting or the end
 inline void (*body)(void**);
 inline void** arguments;
-constexpr size_t STACK = 256 << 10;
+constexpr size_t STACK = (256 << 10) + 1088;  // not a power of two, so that the stacks do not share the same lines of the caches
 
 inline uint32_t draw() {
     random_state ^= random_state << 13, random_state ^= random_state >> 7, random_state ^= random_state << 17;
@@ -97,26 +99,30 @@ inline uint32_t draw() {
     abort();
 }
 
-inline void yield() {
-    if (!_setjmp(current->state)) _longjmp(scheduler, 1);
+[[noreturn]] __attribute__((noinline)) inline void go_to(Place& place) { __builtin_longjmp(place, 1); }
+
+__attribute__((noinline)) inline void yield() {
+    if (!__builtin_setjmp(current->state)) go_to(scheduler);
 }
 
 inline void run_fiber() {
     body(arguments);
     current->done = true;
+    ++steps;
     --block.alive, --warps[current->x / 32].alive;
-    _longjmp(scheduler, 1);
+    go_to(scheduler);
 }
 
 // Waits until all running fibers have reached the meeting. Returns the slot, one of two, that the meeting uses.
 inline unsigned meet(Meeting& at, unsigned& generation, unsigned slot, uint64_t value, const char* what) {
     const unsigned which = ++generation & 1;
     if (at.generation[which] != generation) at.generation[which] = generation, at.arrived[which] = 0, at.what[which] = what;
-    if (strcmp(at.what[which], what)) {
+    if (at.what[which] != what && strcmp(at.what[which], what)) {
         fprintf(stderr, "emulated GPU: %s meets %s\n", what, at.what[which]);
         fail("threads have parted ways");
     }
     at.values[which][slot] = value;
+    ++steps;
     ++at.arrived[which];
     while (at.arrived[which] < at.alive) yield();
     return which;
@@ -159,6 +165,18 @@ inline void call(void (*kernel)(A...), void** values) {
     call(kernel, values, std::index_sequence_for<A...>());
 }
 
+__attribute__((noinline)) inline void run_until_yield(unsigned i) {
+    if (__builtin_setjmp(scheduler)) return;
+    if (current->started) go_to(current->state);
+    current->started = true;
+    static ucontext_t start;
+    getcontext(&start);
+    start.uc_stack.ss_sp = stacks.get() + i * STACK;
+    start.uc_stack.ss_size = STACK;
+    makecontext(&start, run_fiber, 0);
+    setcontext(&start);
+}
+
 inline void launch(void (*kernel)(void**), unsigned blocks, unsigned threads, unsigned shared, void** values, uint64_t seed) {
     random_state = seed * 0x9E3779B97F4A7C15ull | 1;
     body = kernel, arguments = values;
@@ -174,29 +192,15 @@ inline void launch(void (*kernel)(void**), unsigned blocks, unsigned threads, un
         for (unsigned i = 0; i < threads; ++i) ++warps[i / 32].alive;
         std::vector<unsigned> order(threads);
         for (unsigned i = 0; i < threads; ++i) order[i] = fibers[i].x = i;
-        std::vector<bool> started(threads);
         for (unsigned idle = 0; block.alive;) {
-            for (unsigned i = threads; i > 1; --i) std::swap(order[i - 1], order[draw() % i]);
-            const auto progress = [&] {
-                uint64_t sum = block.alive;
-                for (auto& fiber : fibers) sum += fiber.generation + fiber.block_generation;
-                return sum;
-            };
-            const uint64_t before = progress();
+            for (unsigned i = threads; i > 1; --i) std::swap(order[i - 1], order[(uint64_t)draw() * i >> 32]);
+            const uint64_t before = steps;
             for (unsigned i : order) {
                 if (fibers[i].done) continue;
                 current = &fibers[i];
-                if (!_setjmp(scheduler)) {
-                    if (started[i]) _longjmp(current->state, 1);
-                    started[i] = true;
-                    getcontext(&current->start);
-                    current->start.uc_stack.ss_sp = stacks.get() + i * STACK;
-                    current->start.uc_stack.ss_size = STACK;
-                    makecontext(&current->start, run_fiber, 0);
-                    setcontext(&current->start);
-                }
+                run_until_yield(i);
             }
-            idle = before == progress() ? idle + 1 : 0;
+            idle = before == steps ? idle + 1 : 0;
             if (idle > 3) fail("threads wait for others that never come");
         }
     }

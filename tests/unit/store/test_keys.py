@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import deltawire
@@ -28,26 +28,27 @@ NUMBERS_OTHER_NAMES = {
 }
 
 
-def strings_in(path: Path) -> Iterator[str]:
-    """Yield all strings of a module except docstrings and other strings that stand alone."""
-    tree = ast.parse(path.read_text())
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+@functools.cache
+def texts_in(path: Path) -> tuple[list[str], list[str]]:
+    """Return all strings of a module except docstrings and other strings that stand alone, and the formats of its f-strings, such as `020`.
+
+    That is the format of `{number:020}`. A width that is computed reads `{}`.
+    """
+    strings, formats = [], []
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
-            yield node.value
-
-
-def number_formats_in(path: Path) -> Iterator[str]:
-    """Yield the formats of a module's f-strings, such as `020` of `{number:020}`. A width that is computed reads `{}`."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FormattedValue) and isinstance(node.format_spec, ast.JoinedStr):
-            yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.format_spec.values)
+            strings.append(node.value)
+        elif isinstance(node, ast.FormattedValue) and isinstance(node.format_spec, ast.JoinedStr):
+            formats.append("".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.format_spec.values))
+    return strings, formats
 
 
 def test_keys_are_built_in_one_module_only():
     for path in SOURCE.rglob("*.py"):
         name = path.relative_to(SOURCE).as_posix()
-        found = [text for text in strings_in(path) if OF_A_STORE.match(text)]
+        found = [text for text in texts_in(path)[0] if OF_A_STORE.match(text)]
         if name in NAMES_KEYS:
             assert found, f"{name} no longer names keys: remove it from NAMES_KEYS"
         else:
@@ -57,7 +58,7 @@ def test_keys_are_built_in_one_module_only():
 def test_keys_are_numbered_in_the_store_only():
     for path in SOURCE.rglob("*.py"):
         name = path.relative_to(SOURCE).as_posix()
-        found = [text for text in number_formats_in(path) if NUMBER_OF_A_KEY.fullmatch(text)]
+        found = [text for text in texts_in(path)[1] if NUMBER_OF_A_KEY.fullmatch(text)]
         if name in NUMBERS_OTHER_NAMES:
             assert found, f"{name} no longer numbers names: remove it from NUMBERS_OTHER_NAMES"
         elif not name.startswith("store/"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,10 +23,13 @@ def mix(x: U64) -> U64:
     return x ^ (x >> np.uint64(31))
 
 
+@functools.cache
 def word_factors(lane: int) -> NDArray[np.int64]:
-    """Return T(i, lane) for i = 0 … 255."""
+    """Return T(i, lane) for i = 0 … 255. The array is read-only."""
     top = mix(GOLDEN * np.arange(256 * lane + 1, 256 * lane + 257, dtype=np.uint64)) >> np.uint64(48)
-    return (top | ONE).astype(np.uint16).view(np.int16).astype(np.int64)
+    factors = (top | ONE).astype(np.uint16).view(np.int16).astype(np.int64)
+    factors.flags.writeable = False
+    return factors
 
 
 def block_factors(first: int, count: int, lane: int, seed: int) -> U64:
@@ -41,7 +46,8 @@ def word_sums(bits: HostBits, seed: int) -> Lanes:
     lanes = [0, 0, 0, 0]
     for start in range(0, data.size, DIGEST_PIECE):
         piece = data[start : start + DIGEST_PIECE]
-        padded = np.pad(piece, (0, -piece.size % 512))  # a zero word adds nothing to a sum
+        padded = np.zeros(piece.size + -piece.size % 512, np.uint8)  # a zero word adds nothing to a sum
+        padded[: piece.size] = piece
         words = padded.view("<i2").astype(np.int64).reshape(-1, 256)
         for j in range(4):
             inner = (words @ word_factors(j)).astype(np.uint64) & LOW32
