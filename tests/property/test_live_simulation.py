@@ -111,7 +111,7 @@ BREAKAGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] = {
     "consent does not count": (ignore_consent, "without consent", 0),
     "windows end early": (end_windows_early, "instead of", 25),
     "an old revision counts": (take_the_lowest_revision, "instead of", 17),
-    "the clock of a gateway counts": (trust_the_clocks_of_gateways, "instead of", 0),
+    "the clock of a gateway counts": (trust_the_clocks_of_gateways, "instead of", 29),
     "late feedback counts": (count_late_feedback, "instead of", 0),
     "feedback of other callers counts": (count_feedback_of_other_callers, "instead of", 0),
     "an answer gets the tokens of another": (take_the_place_of_another_answer, "another answer", 0),
