@@ -108,7 +108,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_engine_waits_for_its_first_version_if_asked_to(hold: None) -> None:
     core = core_class()()
-    assert core.run_busy_loop() == PauseState.PAUSED_NEW
+    assert core.run_busy_loop() == PauseState.PAUSED_ALL
     assert engine_state(core)["held"] == engine_holds.FIRST
     core.workers = [{"outcome": "refused", "error": "why"}]
     assert not swap_between_steps(core, 3, "3", "keep")["running"]
@@ -145,6 +145,34 @@ def test_weights_that_a_sleep_discards_are_no_version(hold: None, level: int, fo
     assert core.wake_up()
     assert engine_state(core)["held"] == (engine_holds.SLEPT if forgets else None)
     assert engine_state(core)["paused"] == forgets
+
+
+def fail_a_swap(core: Any) -> None:
+    """Let one of two workers fail, so that the weights are a mixture of two versions."""
+    core.workers = [{"seq": 4, "quarantined": False, "outcome": "made"}, {"seq": None, "quarantined": True, "outcome": "quarantined"}]
+    assert swap_between_steps(core, 4, "4", "keep")["outcome"] == "quarantined"
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_engine_that_is_held_stays_so_when_it_sleeps_and_wakes_up(level: int, is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_class()()
+    if is_first:
+        monkeypatch.setenv("DELTAWIRE_HOLD", "1")
+        core.run_busy_loop()
+    else:
+        fail_a_swap(core)
+    reason = engine_state(core)["held"]
+    assert reason == (engine_holds.FIRST if is_first else engine_holds.FAILED)
+    core.sleep(level)
+    assert core.wake_up()
+    assert engine_state(core)["held"] == reason
+    assert core.scheduler.pause_state == PauseState.PAUSED_ALL  # requests that were frozen make no step either
+    core.workers = [{"seq": 5, "quarantined": False, "outcome": "made"} for _ in range(2)]
+    assert swap_between_steps(core, 5, "5", "keep", anew=True)["running"]
+    core.sleep(1)
+    core.wake_up()
+    assert not engine_state(core)["paused"]
 
 
 def test_an_engine_that_finishes_its_requests_first_forgets_its_weights_when_it_falls_asleep() -> None:

@@ -2,7 +2,8 @@
 
 **Holds.** The engine is held while its weights are those of no version: before its first version, if the server was started with
 `DELTAWIRE_HOLD=1`; after a swap that failed; and, with `DELTAWIRE_HOLD=1`, after a sleep that has discarded the weights. Requests wait.
-The next swap that is made ends the hold, and so does `/resume`. The status of the workers says why the engine is held (`held`).
+The next swap that is made ends the hold, and so does `/resume`. Nothing else does: an engine that sleeps and wakes up is held as before.
+The status of the workers says why the engine is held (`held`).
 
 **Lease.** A program that swaps by vLLM's routes pauses the server, and may die before it resumes the server. It therefore asks for a lease
 first (`deltawire_lease`). If the pause lasts longer than the lease, the engine looks at its workers. It continues if all of them have the
@@ -42,7 +43,7 @@ def held(core: Any) -> str | None:
 
 
 def hold(core: Any, reason: str) -> None:
-    """Start no new requests until a swap is made. Requests that run continue, unless the engine is paused already.
+    """Run no requests until a swap is made.
 
     Parameters
     ----------
@@ -54,8 +55,7 @@ def hold(core: Any, reason: str) -> None:
     from vllm.v1.core.sched.interface import PauseState
 
     core.deltawire_hold = reason
-    if not core.is_scheduler_paused():
-        core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
 
 
 def install(core_class: Any, loop_class: Any) -> bool:
@@ -86,8 +86,8 @@ def install(core_class: Any, loop_class: Any) -> bool:
     def wake_up_held(core: Any, *arguments: Any, **options: Any) -> Any:
         reason = getattr(core, "deltawire_hold", None)
         is_awake = wake_up(core, *arguments, **options)  # this resumes the scheduler
-        if is_awake and reason == SLEPT and _wants_hold():
-            hold(core, SLEPT)
+        if is_awake and reason is not None and (reason != SLEPT or _wants_hold()):
+            hold(core, reason)
         return is_awake
 
     @functools.wraps(resume)
@@ -250,7 +250,7 @@ def _prepare_sleep(core: Any) -> None:
     def sleep_now(level: int = 1) -> Any:
         if level >= 2:
             forget(core)
-            core.deltawire_hold = SLEPT
+            core.deltawire_hold = getattr(core, "deltawire_hold", None) or SLEPT
         else:
             executor.collective_rpc(_stop_staging)
         return sleep(level)
