@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import queue
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -77,9 +78,8 @@ def core_class() -> Any:
             self.resume_scheduler()
             return True
 
-        def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
-            assert (mode, clear_cache) == ("abort", True)
-            self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> None:
+            self.scheduler.set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
 
         def resume_scheduler(self) -> None:
             self.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -173,6 +173,18 @@ def test_an_engine_that_is_held_stays_so_when_it_sleeps_and_wakes_up(level: int,
     core.sleep(1)
     core.wake_up()
     assert not engine_state(core)["paused"]
+
+
+def test_an_engine_with_a_mixture_of_versions_finishes_no_requests() -> None:
+    core = core_class()()
+    core.pause_scheduler("wait")
+    assert core.scheduler.pause_state == PauseState.PAUSED_NEW  # its requests end with the weights of a version
+    fail_a_swap(core)
+    core.pause_scheduler("wait", clear_cache=False)
+    assert core.scheduler.pause_state == PauseState.PAUSED_ALL
+    core.resume_scheduler()
+    core.pause_scheduler("wait")
+    assert core.scheduler.pause_state == PauseState.PAUSED_NEW
 
 
 def test_an_engine_that_finishes_its_requests_first_forgets_its_weights_when_it_falls_asleep() -> None:
@@ -318,3 +330,6 @@ def test_a_client_can_quarantine_an_engine(is_alone: bool) -> None:
 def test_this_vllm_has_what_holds_need() -> None:
     assert engine_holds.install(EngineCore, EngineCoreProc)
     assert engine_core.install(EngineCore)
+    for engine in (EngineCore, EngineCoreProc):
+        assert list(inspect.signature(engine.pause_scheduler).parameters) == ["self", "mode", "clear_cache"]
+        assert engine.pause_scheduler.__wrapped__.__qualname__ == f"{engine.__name__}.pause_scheduler"

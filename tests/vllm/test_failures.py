@@ -111,7 +111,7 @@ def test_an_update_that_fails_half_way_in_one_worker_is_reported_and_never_serve
             asking = threading.Thread(target=lambda: answers.append(server.generate()))  # noqa: B023
             asking.start()
             wait_until(lambda: len(sidecar.events("swap-failed")) >= failures + 2, "repairs that fail as well")  # noqa: B023
-            for route in ("/sleep?level=1", "/wake_up", "/pause?mode=wait"):
+            for route in ("/sleep?level=1&mode=keep", "/wake_up", "/pause?mode=wait"):
                 post(server.url + route)
             assert server.routes.is_paused()
             assert all(worker["held"] for worker in server.routes.status())

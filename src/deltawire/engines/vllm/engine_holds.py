@@ -3,7 +3,8 @@
 **Holds.** The engine is held while its weights are those of no version: before its first version, if the server was started with
 `DELTAWIRE_HOLD=1`; after a swap that failed; and, with `DELTAWIRE_HOLD=1`, after a sleep that has discarded the weights. Requests wait.
 The next swap that is made ends the hold, and so does `/resume`. Nothing else does: an engine that sleeps and wakes up is held as before.
-The status of the workers says why the engine is held (`held`).
+A request to pause the engine when its requests have ended ("wait") freezes them instead, because no weights may finish them. The status of
+the workers says why the engine is held (`held`).
 
 **Lease.** A program that swaps by vLLM's routes pauses the server, and may die before it resumes the server. It therefore asks for a lease
 first (`deltawire_lease`). If the pause lasts longer than the lease, the engine looks at its workers. It continues if all of them have the
@@ -16,6 +17,7 @@ import functools
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
@@ -115,10 +117,25 @@ def install(core_class: Any, loop_class: Any) -> bool:
         engine_watch.look_if_due(core)
         return result
 
+    for engine_class in {core_class, loop_class}:
+        if "pause_scheduler" in vars(engine_class):
+            engine_class.pause_scheduler = _pause_of(engine_class.pause_scheduler)
     resume_unheld.ends_holds = True  # type: ignore[attr-defined]
     core_class.sleep, core_class.wake_up, core_class.resume_scheduler = sleep_and_forget, wake_up_held, resume_unheld
     loop_class.run_busy_loop, loop_class._handle_client_request = run_held, handle_and_look
     return True
+
+
+def _pause_of(pause: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method to pause an engine in place of vLLM's. An engine that is held finishes no requests before it is paused."""
+
+    @functools.wraps(pause)  # vLLM converts arguments by the signature
+    def pause_held(core: Any, mode: str = "abort", clear_cache: bool = True) -> Any:
+        if mode == "wait" and held(core) is not None:
+            mode = "keep"
+        return pause(core, mode, clear_cache)
+
+    return pause_held
 
 
 class Lease:
