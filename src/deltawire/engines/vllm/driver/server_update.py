@@ -57,8 +57,13 @@ class PausableServer:
         self.one_call = self._may_call_once and all(worker.get("one_call", False) for worker in workers)
         self.is_held = any(worker.get("held") for worker in workers)
         self._grants_leases = all("held" in worker for worker in workers)
+        self.note_pause(workers)
         if any(worker.get("asleep", False) for worker in workers):
             raise EngineAsleep("the server is asleep, so its weights cannot be changed.")
+
+    def note_pause(self, workers: Sequence[WorkerStatus]) -> None:
+        """Take from the status of the workers whether the server needs a request to resume."""
+        self.must_resume = any(worker.get("paused", True) for worker in workers)
 
     def pause(self, kv_cache: KvCache) -> None:
         self.kv_cache, self.must_resume = kv_cache, not self.one_call
@@ -167,7 +172,7 @@ class OneCallUpdate(ServerUpdate):
 
     def _ask(self) -> None:
         self.workers = self._routes.status()
-        self._server.must_resume = any(worker.get("paused", True) for worker in self.workers)
+        self._server.note_pause(self.workers)
 
 
 class RoutesUpdate(ServerUpdate):
