@@ -22,11 +22,15 @@ from deltawire.engines.vllm.engine_core import engine_state, swap_between_steps
 
 class ExecutorDouble:
     def __init__(self, call: Callable[..., list[Any]]) -> None:
-        self.is_sleeping = False
+        self.sleeping_tags: set[str] = set()
         self.collective_rpc = call
 
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self.sleeping_tags)
+
     def sleep(self, level: int = 1) -> None:
-        self.is_sleeping = level > 0
+        self.sleeping_tags = {"weights", "kv_cache"} if level > 0 else set()
 
 
 def core_class() -> Any:
@@ -74,9 +78,10 @@ def core_class() -> Any:
                 self.falls_asleep()
 
         def wake_up(self, tags: Any = None) -> bool:
-            self.model_executor.is_sleeping = False
-            self.resume_scheduler()
-            return True
+            self.model_executor.sleeping_tags -= set(tags or ("weights", "kv_cache"))
+            if not self.model_executor.is_sleeping:
+                self.resume_scheduler()
+            return not self.model_executor.is_sleeping
 
         def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> None:
             self.scheduler.set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
@@ -243,8 +248,53 @@ def test_an_engine_that_nobody_resumes_continues_with_its_version() -> None:
     assert not engine_state(core)["paused"]
     with pytest.raises(RuntimeError, match="pause it again"):  # the program comes back after all
         core.collective_rpc("start_weight_update")
+    with pytest.raises(RuntimeError, match="pause it again"):  # also if it had begun the update
+        core.collective_rpc("update_weights", None, (), {"update_info": {"seq": 4}})
     core.collective_rpc("deltawire_lease", None, (60.0,))
+    core.pause_scheduler("keep")
     core.collective_rpc("start_weight_update")
+
+
+@pytest.mark.parametrize("method", ["start_weight_update", "update_weights"])
+def test_an_engine_that_runs_refuses_updates_by_routes(method: str) -> None:
+    core = core_class()()
+    core.pause_scheduler("keep")
+    core.collective_rpc(method)
+    core.resume_scheduler()  # another client, or an operator
+    with pytest.raises(RuntimeError, match="not paused"):
+        core.collective_rpc(method)
+    core_class()(backend="nccl").collective_rpc(method)  # vLLM's own backends decide by themselves
+
+
+@pytest.mark.parametrize("method", ["start_weight_update", "update_weights"])
+def test_an_engine_whose_weights_are_not_in_its_memory_refuses_updates_by_routes(method: str) -> None:
+    core = core_class()()
+    core.sleep(1)
+    with pytest.raises(RuntimeError, match="asleep"):
+        core.collective_rpc(method)
+    core.wake_up(["weights"])  # the KV cache is not there yet
+    core.collective_rpc(method)
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_an_update_by_routes_that_leaves_a_mixture_holds_the_engine(is_written: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_class()()
+    core.pause_scheduler("keep")
+    call = core.model_executor.collective_rpc
+
+    def fail(method: Any, *arguments: Any) -> list[Any]:
+        if method == "update_weights":
+            core.workers[1]["quarantined"] = is_written
+            raise RuntimeError("a worker failed")
+        return call(method, *arguments)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(core, "_call", fail)
+    with pytest.raises(RuntimeError, match="a worker failed"):
+        core.collective_rpc("update_weights")
+    assert engine_state(core)["held"] == (engine_holds.FAILED if is_written else None)
+    core.sleep(1)
+    core.wake_up()
+    assert engine_state(core)["paused"] == is_written
 
 
 @pytest.mark.parametrize("reason", ["quarantined", "versions", "label", "asleep", "several", "died"])
@@ -257,7 +307,7 @@ def test_an_engine_whose_weights_are_not_known_stays_paused(reason: str) -> None
     elif reason == "label":
         core.label = "4"
     elif reason == "asleep":
-        core.model_executor.is_sleeping = True
+        core.model_executor.sleep(1)
     elif reason == "several":
         core.has_coordinator = True
     else:

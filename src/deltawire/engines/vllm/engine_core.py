@@ -42,6 +42,8 @@ ADAPTERS = "deltawire_adapters"
 """The names of the calls that EngineCore treats in its own way. All others go to the workers unchanged."""
 READING = ("deltawire_learn", "deltawire_adopt", "deltawire_prepare")
 """Calls that read the weights. An engine that is asleep has none in its memory, so it refuses them."""
+WRITING = ("start_weight_update", "update_weights")
+"""Calls of vLLM's routes for an update. An engine that runs, or that is asleep, refuses them."""
 FOREIGN = ("reset_weights", "reload_weights")
 """Calls of vLLM that write to the weights. They are those of no known version afterwards."""
 
@@ -87,13 +89,18 @@ def install(core_class: type) -> bool:
             return used_adapters(core)
         if method == QUARANTINE:
             return engine_watch.quarantine(core, str(args[0]))
-        if method == "start_weight_update":
-            engine_holds.check_lease(core)
+        if method in WRITING and engine_holds.uses_backend(core):
+            engine_holds.check_writable(core)
         if method in READING and core.model_executor.is_sleeping:
             raise RuntimeError("the server is asleep, so its weights cannot be read")
         if method in FOREIGN and engine_holds.uses_backend(core):
             engine_holds.forget(core)
-        answers: list[Any] = original(core, method, timeout, args, kwargs)
+        try:
+            answers: list[Any] = original(core, method, timeout, args, kwargs)
+        except Exception:
+            if method == "update_weights" and engine_holds.uses_backend(core):
+                engine_holds.hold_if_quarantined(core)
+            raise
         if method == "finish_weight_update" and engine_holds.uses_backend(core):
             engine_watch.begin(core)
         if method != STATUS:

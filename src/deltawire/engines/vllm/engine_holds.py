@@ -181,11 +181,24 @@ def grant(core: Any, seconds: float) -> None:
     core.deltawire_lease.extend(seconds)
 
 
-def check_lease(core: Any) -> None:
-    """Raise an error if the engine has continued after a pause that lasted too long. The workers must not write then."""
+def check_writable(core: Any) -> None:
+    """Raise an error if the workers must not write now, because the engine runs or has no weights in its memory.
+
+    Tokens would get the label of other weights than those that made them.
+    """
     lease = getattr(core, "deltawire_lease", None)
     if lease is not None and lease.is_lost:
         raise RuntimeError("the pause lasted longer than its lease, so the engine has continued: pause it again")
+    if "weights" in getattr(core.model_executor, "sleeping_tags", ()):
+        raise RuntimeError("the server is asleep, so its weights cannot be changed: wake it up first")
+    if not core.is_scheduler_paused():
+        raise RuntimeError("the engine is not paused, so its weights cannot be changed: pause it first")
+
+
+def hold_if_quarantined(core: Any) -> None:
+    """Hold an engine whose workers have failed to write an update by vLLM's routes, unless several engines work together."""
+    if is_alone(core) and any(worker["quarantined"] for worker in core.model_executor.collective_rpc("deltawire_status")):
+        hold(core, FAILED)
 
 
 def look(core: Any, lease: Lease) -> None:
