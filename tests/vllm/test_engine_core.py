@@ -57,7 +57,9 @@ class CoreDouble:
 
     def __init__(self, *, steps: int = 2, outcomes: tuple[str, ...] = ("made", "made")) -> None:
         self.vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(data_parallel_size=1), model_config=SimpleNamespace(is_multimodal_model=False)
+            parallel_config=SimpleNamespace(data_parallel_size=1),
+            model_config=SimpleNamespace(is_multimodal_model=False),
+            weight_transfer_config=SimpleNamespace(backend="deltawire"),
         )
         self.scheduler = SchedulerDouble()
         self.batch_queue: deque[int] | None = deque(range(steps))
@@ -261,7 +263,7 @@ def test_requests_after_a_swap_that_marks_find_only_keys_of_the_new_weights() ->
         step = step_with_batch_queue = None
 
         def collective_rpc(self, method: Any, timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
-            return []
+            return [{"outcome": "made"}]
 
         def get_weight_version(self) -> str:
             return self.label
@@ -283,14 +285,23 @@ def test_requests_after_a_swap_that_marks_find_only_keys_of_the_new_weights() ->
     def hashes(salt: str | None) -> list[Any]:
         return [salt, *Request("b", list(range(9)), SamplingParams(max_tokens=1), None, cache_salt=salt, block_hasher=hasher).block_hashes]
 
-    plain, named = hashes(None), hashes("v7")
+    plain, named = hashes(None), hashes("v7.1")
     assert plain[1:] != named[1:]
-    assert (add(), add("v7")) == (plain, named)
+    assert (add(), add("v7")) == (plain, hashes("v7"))
     swap(core, "mark")
     assert (add(), add("v7")) == (named, named)
-    assert add("v6") == hashes("v6 v7")  # also a client that names an older version, or a salt of its own
-    core.label = "8"  # the next swap was made by vLLM's routes
-    assert add() == hashes("v8")
+    assert add("v6") == hashes("v6 v7.1")  # also a client that names an older version, or a salt of its own
+    swap_between_steps(core, 8, "8", "mark")
+    swap(core, "mark")  # a rollback: requests that began with this version have gone on with the one after it
+    assert (add(), add("v7")) == (hashes("v7.3"), hashes("v7.3"))
+    core.outcomes = ("refused", "refused")
+    swap(core, "mark")
+    assert add() == hashes("v7.3")
+    core.outcomes, core.label = ("made", "made"), "8"  # the next update is made by vLLM's routes
+    core.scheduler.pause_state = PauseState.PAUSED_ALL
+    core.collective_rpc("update_weights")
+    core.scheduler.pause_state = PauseState.UNPAUSED
+    assert add() == hashes("v8.4")
     swap(core, "keep")
     assert add() == plain
 

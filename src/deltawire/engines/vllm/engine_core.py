@@ -91,10 +91,12 @@ def install(core_class: type) -> bool:
             return engine_watch.quarantine(core, str(args[0]))
         if method in WRITING and engine_holds.uses_backend(core):
             engine_holds.check_writable(core)
+            _note_write(core)
         if method in READING and core.model_executor.is_sleeping:
             raise RuntimeError("the server is asleep, so its weights cannot be read")
         if method in FOREIGN and engine_holds.uses_backend(core):
             engine_holds.forget(core)
+            _note_write(core)
         try:
             answers: list[Any] = original(core, method, timeout, args, kwargs)
         except Exception:
@@ -115,16 +117,17 @@ def install(core_class: type) -> bool:
     @functools.wraps(add_request)
     def add_marked(core: Any, request: Any, *arguments: Any, **options: Any) -> Any:
         if getattr(core, "deltawire_marks", False):
-            mark(request, core.get_weight_version())
+            mark(request, core.get_weight_version(), getattr(core, "deltawire_writes", 0))
         return add_request(core, request, *arguments, **options)
 
     core_class.add_request = add_marked  # type: ignore[attr-defined]
     return True
 
 
-def mark(request: Any, label: str) -> None:
-    """Let a new request find only keys and values that weights with this label computed: vLLM hashes the salt with the tokens.
+def mark(request: Any, label: str, writes: int) -> None:
+    """Let a new request find only keys and values that the present weights computed: vLLM hashes the salt with the tokens.
 
+    The label alone would not do. After a rollback, requests that began with the same version have left keys and values of a later one.
     A salt that the client chose stays a part of the salt, so that requests of different clients still share nothing.
 
     Parameters
@@ -132,13 +135,18 @@ def mark(request: Any, label: str) -> None:
     request
         vLLM's `Request`, before the scheduler has it.
     label
-        The label of the weights.
+        The label of the weights. A client can name it itself, as for a server that swaps by vLLM's routes.
+    writes
+        How often the weights were written.
     """
-    own = f"v{label}"
-    if request.cache_salt != own:
-        request.cache_salt = own if request.cache_salt is None else f"{request.cache_salt} {own}"
-        request.block_hashes.clear()
-        request.update_block_hashes()
+    own, chosen = f"v{label}.{writes}", request.cache_salt
+    request.cache_salt = own if chosen in (None, f"v{label}") else f"{chosen} {own}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def _note_write(core: Any) -> None:
+    core.deltawire_writes = getattr(core, "deltawire_writes", 0) + 1
 
 
 def engine_state(core: Any) -> dict[str, Any]:
@@ -211,6 +219,8 @@ def swap_between_steps(core: Any, seq: int | list[int], label: str, kv_cache: st
         answer |= _call_workers(core, seq if isinstance(seq, list) else [seq], anew)
     answer["swap_ms"] = (time.perf_counter() - drained) * 1e3
     core.deltawire_last_swap = {name: answer[name] for name in ("outcome", "drain_ms", "swap_ms", "preempted")}
+    if answer["outcome"] in ("made", "quarantined"):
+        _note_write(core)
     if answer["outcome"] == "quarantined":
         core.set_weight_version(QUARANTINED_LABEL)
         engine_holds.hold(core, engine_holds.FAILED)
