@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import queue
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,7 @@ def core_class() -> Any:
                 model_config=SimpleNamespace(is_multimodal_model=False),
             )
             self.scheduler = SimpleNamespace(pause_state=PauseState.UNPAUSED, running=[], reset_prefix_cache=lambda **_: True)
+            self.scheduler.has_unfinished_requests = lambda: bool(self.scheduler.running)
             self.scheduler.set_pause_state = lambda state: setattr(self.scheduler, "pause_state", state)
             self.batch_queue = None
             self.input_queue: queue.Queue[Any] = queue.Queue()
@@ -325,6 +327,26 @@ def test_a_pause_without_a_lease_and_one_that_was_ended_in_time_are_left_alone()
     core.collective_rpc("deltawire_lease", None, (60.0,))
     core.resume_scheduler()
     assert core.deltawire_lease is None
+
+
+def test_an_engine_that_finishes_its_requests_for_a_program_that_dies_continues_when_they_have_ended() -> None:
+    core = core_class()()
+    core.scheduler.running = ["a request"]
+    core.collective_rpc("deltawire_lease", None, (0.0,))
+    core.pause_scheduler("wait")
+    wake(core)
+    lease = core.deltawire_lease
+    assert core.scheduler.pause_state == PauseState.PAUSED_NEW
+    assert lease.deadline > time.monotonic()  # it looks again later
+    core.scheduler.running = []
+    lease.deadline = 0.0
+    core._handle_client_request(EngineCoreRequestType.WAKEUP, None)
+    assert not core.is_scheduler_paused()
+    core.scheduler.running = ["a request"]
+    core.collective_rpc("deltawire_lease", None, (0.0,))
+    core.pause_scheduler("keep")
+    wake(core)
+    assert not core.is_scheduler_paused()  # it was frozen, and continues
 
 
 def wake(core: Any) -> None:

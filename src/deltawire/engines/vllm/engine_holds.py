@@ -9,6 +9,7 @@ the workers says why the engine is held (`held`).
 **Lease.** A program that swaps by vLLM's routes pauses the server, and may die before it resumes the server. It therefore asks for a lease
 first (`deltawire_lease`). If the pause lasts longer than the lease, the engine looks at its workers. It continues if all of them have the
 version that the label of the weights says. Otherwise it logs why not, and looks again later. A pause without a lease is left alone.
+Requests that are finished first ("wait") may take longer than the lease: it is extended until they have ended.
 """
 
 from __future__ import annotations
@@ -205,6 +206,9 @@ def look(core: Any, lease: Lease) -> None:
     """Continue after a pause that lasted too long, if the weights are those of the version that their label says. Otherwise log why not."""
     if lease.is_lost or not core.is_scheduler_paused():
         return
+    if _finishes_requests(core):
+        lease.extend(LOOK_AGAIN_SECONDS)
+        return
     reason = _why_not(core)
     if reason is None:
         logger.warning("deltawire: the server was paused for too long, so it continues with version %s", core.get_weight_version())
@@ -214,6 +218,13 @@ def look(core: Any, lease: Lease) -> None:
         return
     logger.error("deltawire: the server stays paused: %s", reason)
     lease.extend(LOOK_AGAIN_SECONDS)
+
+
+def _finishes_requests(core: Any) -> bool:
+    """Return whether requests still run in an engine that starts no new ones."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    return bool(core.scheduler.pause_state == PauseState.PAUSED_NEW and core.scheduler.has_unfinished_requests())
 
 
 def is_alone(core: Any) -> bool:

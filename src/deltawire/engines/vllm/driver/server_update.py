@@ -68,12 +68,12 @@ class PausableServer:
     def pause(self, kv_cache: KvCache) -> None:
         self.kv_cache, self.must_resume = kv_cache, not self.one_call
         takes_lease = self._grants_leases and not self.one_call
-        if takes_lease and self._mode != "wait":
+        if takes_lease:
             self.routes.lease(_LEASE_SECONDS)
         self._requests_before = self.routes.requests
         if not self.one_call:
             self.routes.pause(self._mode, clear_cache=kv_cache is KvCache.DROP)
-        if takes_lease and self._mode == "wait":  # requests may take longer than the lease to end
+        if takes_lease and self._mode == "wait":  # the requests took a part of the lease
             self.routes.lease(_LEASE_SECONDS)
 
     def resume(self) -> None:
