@@ -220,7 +220,8 @@ def test_a_step_that_fails_ends_the_engine() -> None:
 @pytest.mark.parametrize("reason", ["data_parallel", "coordinator", "scheduler", "loop"])
 def test_an_engine_that_cannot_swap_in_one_call_says_so_and_refuses(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     core: Any = CoreDouble()
-    assert engine_state(core) == {"one_call": True, "paused": False, "asleep": False, "held": None, "last_swap": None}
+    state = {"one_call": True, "paused": False, "asleep": False, "held": None, "paused_by_others": False, "last_swap": None}
+    assert engine_state(core) == state
     if reason == "data_parallel":
         core.vllm_config.parallel_config.data_parallel_size = 2
     elif reason == "coordinator":

@@ -231,7 +231,8 @@ def test_without_a_hold_an_engine_wakes_up_as_before() -> None:
     core = core_class()()
     core.sleep(2)
     core.wake_up()
-    assert engine_state(core) == {"one_call": True, "paused": False, "asleep": False, "held": None, "last_swap": None}
+    state = engine_state(core)
+    assert (state["one_call"], state["paused"], state["asleep"], state["held"]) == (True, False, False, None)
     assert core.label == QUARANTINED_LABEL
 
 
@@ -332,10 +333,11 @@ def test_a_pause_without_a_lease_and_one_that_was_ended_in_time_are_left_alone()
 def test_an_engine_that_finishes_its_requests_for_a_program_that_dies_continues_when_they_have_ended() -> None:
     core = core_class()()
     core.scheduler.running = ["a request"]
-    core.collective_rpc("deltawire_lease", None, (0.0,))
+    core.collective_rpc("deltawire_lease", None, (60.0,))
     core.pause_scheduler("wait")
-    wake(core)
     lease = core.deltawire_lease
+    lease.deadline = 0.0
+    core._handle_client_request(EngineCoreRequestType.WAKEUP, None)
     assert core.scheduler.pause_state == PauseState.PAUSED_NEW
     assert lease.deadline > time.monotonic()  # it looks again later
     core.scheduler.running = []
@@ -343,10 +345,63 @@ def test_an_engine_that_finishes_its_requests_for_a_program_that_dies_continues_
     core._handle_client_request(EngineCoreRequestType.WAKEUP, None)
     assert not core.is_scheduler_paused()
     core.scheduler.running = ["a request"]
-    core.collective_rpc("deltawire_lease", None, (0.0,))
+    core.collective_rpc("deltawire_lease", None, (60.0,))
     core.pause_scheduler("keep")
-    wake(core)
+    core.deltawire_lease.deadline = 0.0
+    core._handle_client_request(EngineCoreRequestType.WAKEUP, None)
     assert not core.is_scheduler_paused()  # it was frozen, and continues
+
+
+def swap(core: Any, seq: int, **options: Any) -> bool:
+    """Swap in one call. Returns whether the engine runs then."""
+    core.workers = [{"seq": seq, "quarantined": False, "outcome": "made"} for _ in range(2)]
+    return bool(swap_between_steps(core, seq, str(seq), "keep", **options)["running"])
+
+
+@pytest.mark.parametrize("when", ["running", "held", "failed", "leased"])
+def test_an_engine_that_an_operator_pauses_stays_paused(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_class()()
+    if when == "held":
+        monkeypatch.setenv("DELTAWIRE_HOLD", "1")
+        core.run_busy_loop()
+    elif when == "failed":
+        fail_a_swap(core)
+    core.pause_scheduler("keep")
+    if when == "leased":
+        core.collective_rpc("deltawire_lease", None, (0.0,))
+        core.pause_scheduler("keep")
+        wake(core)
+    assert engine_state(core)["paused_by_others"]
+    assert not swap(core, 4, anew=True)
+    assert (engine_state(core)["held"], engine_state(core)["paused_by_others"]) == (None, True)
+    core.resume_scheduler()
+    assert (engine_state(core)["paused"], engine_state(core)["paused_by_others"]) == (False, False)
+    assert swap(core, 5)
+
+
+def test_a_swap_ends_a_pause_with_a_lease_and_one_by_a_quarantine() -> None:
+    core = core_class()()
+    core.collective_rpc("deltawire_lease", None, (60.0,))
+    core.pause_scheduler("keep")
+    assert not engine_state(core)["paused_by_others"]
+    assert swap(core, 4)
+    core.resume_scheduler()
+    core.collective_rpc("deltawire_quarantine", None, ("its tokens are wrong",))
+    assert not engine_state(core)["paused_by_others"]
+    assert swap(core, 5, anew=True)
+
+
+def test_a_pause_after_a_lease_that_is_over_is_one_of_its_own() -> None:
+    core = core_class()()
+    core.collective_rpc("deltawire_lease", None, (0.0,))  # the program dies before it pauses the engine
+    core.pause_scheduler("keep")
+    assert engine_state(core)["paused_by_others"]
+    core._handle_client_request(EngineCoreRequestType.WAKEUP, None)
+    assert core.is_scheduler_paused()
+    core.resume_scheduler()
+    paused_for_too_long(core)
+    core.pause_scheduler("keep")  # by a program without a lease, after the engine has continued
+    core.collective_rpc("start_weight_update")
 
 
 def wake(core: Any) -> None:

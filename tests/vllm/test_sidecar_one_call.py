@@ -125,6 +125,39 @@ def test_a_held_server_is_resumed_only_by_a_version(scene: Scene, is_one_call: b
     assert not scene.server.paused
 
 
+@pytest.mark.parametrize("is_one_call", [True, False])
+def test_a_server_that_an_operator_pauses_gets_versions_and_stays_paused(scene: Scene, is_one_call: bool) -> None:
+    server = scene.server
+    server.one_call = is_one_call
+    scene.serve()
+    server.paused = server.paused_by_others = True
+    seq = scene.publish()
+    scene.sidecar.step()
+    assert (server.paused, server.name) == (True, str(seq))
+    assert not scene.sidecar.readiness()[0]
+    assert [event.fields["reason"] for event in scene.events if event.name == "engine-held"] == ["somebody else has paused it"]
+    with contextlib.closing(scene.start()) as again:  # a new sidecar finds a server that is paused
+        again.step()
+        assert (server.paused, again.readiness()[0]) == (True, False)
+        server.resume()
+        again.step()
+        assert again.readiness()[0]
+    assert "resume" in server.calls
+    server.calls.clear()
+    scene.publish()
+    scene.sidecar.step()
+    assert not server.paused
+
+
+def test_a_refused_swap_resumes_a_server_that_a_killed_sidecar_has_paused(one_call: Scene) -> None:
+    one_call.publish()
+    one_call.server.paused = True
+    one_call.server.answers = ["refused"]
+    with contextlib.closing(one_call.start()) as again, pytest.raises(EngineRefused):
+        again.step()
+    assert not one_call.server.paused
+
+
 def test_a_version_of_another_chain_with_the_same_number_is_not_taken_for_the_one_that_is_wanted(one_call: Scene) -> None:
     """The server follows another run. It refuses to load the version, and its answer is lost."""
     seq = one_call.publish()

@@ -151,8 +151,9 @@ def _note_write(core: Any) -> None:
 
 def engine_state(core: Any) -> dict[str, Any]:
     """Return what only EngineCore knows about a server. The status of each worker contains it."""
-    state = {"one_call": can_swap(core), "paused": not _is_running(core), "asleep": bool(core.model_executor.is_sleeping)}
-    return {**state, "held": engine_holds.held(core), "last_swap": getattr(core, "deltawire_last_swap", None)}
+    state: dict[str, Any] = {"one_call": can_swap(core), "paused": not _is_running(core), "asleep": bool(core.model_executor.is_sleeping)}
+    state |= {"held": engine_holds.held(core), "paused_by_others": engine_holds.stays_paused(core)}
+    return {**state, "last_swap": getattr(core, "deltawire_last_swap", None)}
 
 
 def used_adapters(core: Any) -> list[dict[str, Any]]:
@@ -228,9 +229,8 @@ def swap_between_steps(core: Any, seq: int | list[int], label: str, kv_cache: st
         if answer["outcome"] == "made":
             core.set_weight_version(label)
             core.deltawire_marks = kv_cache == "mark"
-            if engine_holds.held(core) is not None:  # it was held because its weights were those of no version
+            if engine_holds.end_pause(core):
                 before = PauseState.UNPAUSED
-            core.deltawire_hold = None
             if engine_watch.is_unconfirmed(answer["workers"]):
                 engine_watch.begin(core)
         core.scheduler.set_pause_state(before)

@@ -10,6 +10,9 @@ the workers says why the engine is held (`held`).
 first (`deltawire_lease`). If the pause lasts longer than the lease, the engine looks at its workers. It continues if all of them have the
 version that the label of the weights says. Otherwise it logs why not, and looks again later. A pause without a lease is left alone.
 Requests that are finished first ("wait") may take longer than the lease: it is extended until they have ended.
+
+**Pauses of others.** The engine notes who has paused it. A pause without a lease is that of an operator, or of a program of its own. Only
+`/resume` ends it, not a swap, nor a lease that begins meanwhile. The status of the workers says so (`paused_by_others`).
 """
 
 from __future__ import annotations
@@ -61,6 +64,19 @@ def hold(core: Any, reason: str) -> None:
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
 
 
+def stays_paused(core: Any) -> bool:
+    """Return whether an engine is paused by somebody who had no lease, so that only `/resume` may end the pause."""
+    return bool(getattr(core, "deltawire_paused_by_others", False) and core.is_scheduler_paused())
+
+
+def end_pause(core: Any) -> bool:
+    """Forget why an engine was held or leased, because it has a version now. Returns whether it continues, if it was paused before."""
+    lease = getattr(core, "deltawire_lease", None)
+    is_over = held(core) is not None or (lease is not None and not lease.is_lost)
+    core.deltawire_hold = None
+    return is_over and not stays_paused(core)
+
+
 def install(core_class: Any, loop_class: Any) -> bool:
     """Let engines be held and watched. Returns False, and changes nothing, if this vLLM does not have what is needed.
 
@@ -96,6 +112,7 @@ def install(core_class: Any, loop_class: Any) -> bool:
     @functools.wraps(resume)
     def resume_unheld(core: Any) -> Any:
         core.deltawire_hold = core.deltawire_lease = None
+        core.deltawire_paused_by_others = False
         return resume(core)
 
     @functools.wraps(run_loop)
@@ -113,7 +130,7 @@ def install(core_class: Any, loop_class: Any) -> bool:
     def handle_and_look(core: Any, *arguments: Any) -> Any:
         result = handle(core, *arguments)
         lease = getattr(core, "deltawire_lease", None)
-        if lease is not None and time.monotonic() >= lease.deadline:
+        if lease is not None and lease.is_over:
             look(core, lease)
         engine_watch.look_if_due(core)
         return result
@@ -128,15 +145,25 @@ def install(core_class: Any, loop_class: Any) -> bool:
 
 
 def _pause_of(pause: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method to pause an engine in place of vLLM's. An engine that is held finishes no requests before it is paused."""
+    """Return a method to pause an engine in place of vLLM's. It notes who pauses, and an engine that is held finishes no requests first."""
 
     @functools.wraps(pause)  # vLLM converts arguments by the signature
     def pause_held(core: Any, mode: str = "abort", clear_cache: bool = True) -> Any:
+        _note_pause(core)
         if mode == "wait" and held(core) is not None:
             mode = "keep"
         return pause(core, mode, clear_cache)
 
     return pause_held
+
+
+def _note_pause(core: Any) -> None:
+    """Note whether somebody pauses an engine who has no lease."""
+    lease = getattr(core, "deltawire_lease", None)
+    if lease is not None and (lease.is_lost or (lease.is_over and not core.is_scheduler_paused())):
+        lease = core.deltawire_lease = None
+    if lease is None:
+        core.deltawire_paused_by_others = True
 
 
 class Lease:
@@ -153,6 +180,11 @@ class Lease:
         self.deadline = 0.0
         self.is_lost = False
         """True if the engine has continued by itself, so that the program must not write any more."""
+
+    @property
+    def is_over(self) -> bool:
+        """True after the deadline."""
+        return time.monotonic() >= self.deadline
 
     def extend(self, seconds: float) -> None:
         """Let the pause last this many seconds from now."""
@@ -205,6 +237,9 @@ def hold_if_quarantined(core: Any) -> None:
 def look(core: Any, lease: Lease) -> None:
     """Continue after a pause that lasted too long, if the weights are those of the version that their label says. Otherwise log why not."""
     if lease.is_lost or not core.is_scheduler_paused():
+        return
+    if stays_paused(core):
+        core.deltawire_lease = None
         return
     if _finishes_requests(core):
         lease.extend(LOOK_AGAIN_SECONDS)

@@ -45,7 +45,10 @@ class PausableServer:
         self.one_call = False
         """True if swaps are made in one call."""
         self.must_resume = True
-        """True if the server needs a request to resume. A swap in one call leaves it running, or paused as it was before."""
+        """True if the server needs a request to resume."""
+        self.stays_paused = False
+        """True if somebody else has paused the server, who will resume it."""
+        self._tells_pauses = False
         self._grants_leases = False
         self.is_held = False
         """True if the server waits for its first version, so that only a swap may resume it."""
@@ -63,12 +66,37 @@ class PausableServer:
 
     def note_pause(self, workers: Sequence[WorkerStatus]) -> None:
         """Take from the status of the workers whether the server needs a request to resume."""
-        self.must_resume = any(worker.get("paused", True) for worker in workers)
+        self._tells_pauses = all("paused_by_others" in worker for worker in workers)
+        self.stays_paused = any(worker.get("paused_by_others", False) for worker in workers)
+        self.must_resume = any(worker.get("paused", True) for worker in workers) and not self.stays_paused
+
+    def note_swap(self, *, is_running: bool) -> None:
+        """Take from the answer to a swap in one call, which was made, whether the server needs a request to resume.
+
+        Parameters
+        ----------
+        is_running
+            True if the server generates. Otherwise somebody else has paused it, or a server with an older plugin is paused as before.
+        """
+        self.is_held, self.stays_paused = False, self._tells_pauses and not is_running
+        self.must_resume = not is_running and not self.stays_paused
+
+    def look_again(self) -> None:
+        """Ask a server that somebody else has paused whether it still is."""
+        self.stays_paused = self.stays_paused and self.routes.is_paused()
+
+    def stop(self) -> None:
+        """Pause the server, and end its requests, until a swap is made."""
+        if self._grants_leases:
+            self.routes.lease(_LEASE_SECONDS)
+        self.routes.pause("abort", clear_cache=True)
 
     def pause(self, kv_cache: KvCache) -> None:
-        self.kv_cache, self.must_resume = kv_cache, not self.one_call
+        self.kv_cache = kv_cache
         takes_lease = self._grants_leases and not self.one_call
-        if takes_lease:
+        if not self.one_call:
+            self.must_resume = not self.stays_paused
+        if takes_lease and (self._mode != "wait" or self._tells_pauses):  # with an older plugin, it would end while requests are finished
             self.routes.lease(_LEASE_SECONDS)
         self._requests_before = self.routes.requests
         if not self.one_call:
@@ -145,7 +173,7 @@ class OneCallUpdate(ServerUpdate):
             return
         self.workers, self.failure = self.answer.workers, self.answer.error
         if self.answer.outcome == "made":
-            self._server.must_resume, self._server.is_held = not self.answer.running, False
+            self._server.note_swap(is_running=self.answer.running)
         elif self.answer.outcome == "asleep":
             raise EngineAsleep("the server is asleep, so its weights cannot be changed.")
         elif self.answer.outcome == "refused":
