@@ -192,6 +192,29 @@ def test_a_server_that_fails_between_versions_is_held(how: str) -> None:
     assert (answer["outcome"], answer["running"], core.label) == ("made", True, "7")
 
 
+WRONG = [([], "7", "keep"), ("abc", "7", "keep"), (None, "7", "keep"), ({"a": 1}, "7", "keep"), ([1, "z"], "7", "keep")]
+WRONG += [(1 << 63, "7", "keep"), (-1, "7", "keep"), (True, "7", "keep"), (7, 7, "keep"), (7, "7", "all"), (7, "7", [])]
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=repr)
+def test_wrong_arguments_change_nothing(arguments: tuple[Any, Any, Any]) -> None:
+    core = CoreDouble()
+    answer = swap_between_steps(core, *arguments)
+    assert (answer["outcome"], answer["running"], core.label, core.made) == ("refused", True, "1", [])
+    assert "not" in answer["error"]
+    assert not core.is_scheduler_paused()
+    core.scheduler.pause_state = PauseState.PAUSED_NEW
+    assert not swap_between_steps(core, *arguments)["running"]
+    assert core.scheduler.pause_state == PauseState.PAUSED_NEW
+
+
+def test_workers_that_answer_something_else_leave_an_unknown_state() -> None:
+    core = CoreDouble()
+    core.model_executor.collective_rpc = lambda *_: [None, None]
+    assert (swap(core)["outcome"], core.label) == ("quarantined", QUARANTINED_LABEL)
+    assert "a swap failed" in engine_state(core)["held"]
+
+
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
 @pytest.mark.parametrize("outcome", ["made", "refused"])
 def test_an_engine_that_someone_has_paused_stays_paused(state: PauseState, outcome: str) -> None:

@@ -320,6 +320,15 @@ def test_an_engine_whose_weights_are_not_known_stays_paused(reason: str) -> None
     assert core.deltawire_lease.deadline > 0  # it looks again later
 
 
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_lease_that_cannot_end_is_refused(seconds: float) -> None:
+    core = core_class()()
+    with pytest.raises(ValueError, match="seconds"):
+        core.collective_rpc("deltawire_lease", None, (seconds,))
+    core.pause_scheduler("keep")
+    assert engine_state(core)["paused_by_others"]
+
+
 def test_a_pause_without_a_lease_and_one_that_was_ended_in_time_are_left_alone() -> None:
     core = core_class()()
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)

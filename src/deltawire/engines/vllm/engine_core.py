@@ -35,6 +35,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ..base import KvCache
 from . import QUARANTINED_LABEL, engine_holds, engine_watch
 
 SWAP, STATUS, LEASE, QUARANTINE = "deltawire_swap", "deltawire_status", "deltawire_lease", "deltawire_quarantine"
@@ -47,6 +48,7 @@ WRITING = ("start_weight_update", "update_weights")
 FOREIGN = ("reset_weights", "reload_weights")
 """Calls of vLLM that write to the weights. They are those of no known version afterwards."""
 
+_KV_CACHE = tuple(policy.value for policy in KvCache)
 NEEDED = (
     "collective_rpc",
     "set_weight_version",
@@ -200,6 +202,8 @@ def swap_between_steps(core: Any, seq: int | list[int], label: str, kv_cache: st
     answer: dict[str, Any] = {"outcome": "refused", "error": None, "workers": [], "drain_ms": 0.0, "swap_ms": 0.0, "preempted": 0}
     if not can_swap(core):
         return {**answer, "error": "this engine cannot swap in one call.", "running": _is_running(core)}
+    if (error := _wrong_argument(seq, label, kv_cache, anew)) is not None:
+        return {**answer, "error": error, "running": _is_running(core)}
     if core.model_executor.is_sleeping:
         return {**answer, "outcome": "asleep", "error": "the server is asleep.", "running": False}
     before, began = core.scheduler.pause_state, time.perf_counter()
@@ -225,16 +229,28 @@ def swap_between_steps(core: Any, seq: int | list[int], label: str, kv_cache: st
     if answer["outcome"] == "quarantined":
         core.set_weight_version(QUARANTINED_LABEL)
         engine_holds.hold(core, engine_holds.FAILED)
-    else:
-        if answer["outcome"] == "made":
-            core.set_weight_version(label)
-            core.deltawire_marks = kv_cache == "mark"
-            if engine_holds.end_pause(core):
-                before = PauseState.UNPAUSED
-            if engine_watch.is_unconfirmed(answer["workers"]):
-                engine_watch.begin(core)
-        core.scheduler.set_pause_state(before)
+        return {**answer, "running": False}
+    if answer["outcome"] == "made":
+        core.set_weight_version(label)
+        core.deltawire_marks = kv_cache == "mark"
+        if engine_holds.end_pause(core):
+            before = PauseState.UNPAUSED
+    core.scheduler.set_pause_state(before)
+    if answer["outcome"] == "made" and engine_watch.is_unconfirmed(answer["workers"]):
+        engine_watch.begin(core)
     return {**answer, "running": _is_running(core)}
+
+
+def _wrong_argument(seq: Any, label: Any, kv_cache: Any, anew: Any) -> str | None:
+    """Return what is wrong with the arguments of a swap, which come from another process, or None."""
+    seqs = seq if isinstance(seq, list) else [seq]
+    if not seqs or not all(type(number) is int and 0 <= number < 1 << 63 for number in seqs):
+        return f"a version is the number of a commit, or a list of them, not {seq!r}"
+    if not isinstance(label, str) or not isinstance(anew, bool):
+        return f"the label must be a text, not {label!r}, and anew true or false, not {anew!r}"
+    if kv_cache not in _KV_CACHE:
+        return f"kv_cache must be one of {', '.join(_KV_CACHE)}, not {kv_cache!r}"
+    return None
 
 
 def _drain(core: Any) -> None:
@@ -268,9 +284,9 @@ def _call_workers_once(core: Any, seq: int, anew: bool) -> dict[str, Any]:
     """Let all workers swap. They return their status and outcome, and never raise. If one has died, the state of all is unknown."""
     try:
         workers: list[Mapping[str, Any]] = core.model_executor.collective_rpc(SWAP, None, (seq, anew))
+        outcomes = {worker["outcome"] for worker in workers}
     except Exception as error:
         return {"outcome": "quarantined", "error": f"the workers did not answer: {error}"}
-    outcomes = {worker["outcome"] for worker in workers}
     outcome = outcomes.pop() if len(outcomes) == 1 else "quarantined"
     errors = [f"worker {rank}: {worker['error']}" for rank, worker in enumerate(workers) if worker.get("error")]
     return {"outcome": outcome, "error": "; ".join(errors) or None, "workers": list(workers)}

@@ -201,7 +201,7 @@ class Lease:
 
 
 def grant(core: Any, seconds: float) -> None:
-    """Begin a lease. The program asks for it just before it pauses the engine.
+    """Begin a lease. The program asks for it just before it pauses the engine. Raises `ValueError` if it cannot be that long.
 
     Parameters
     ----------
@@ -210,6 +210,8 @@ def grant(core: Any, seconds: float) -> None:
     seconds
         How long the pause may last.
     """
+    if not 0 <= seconds <= threading.TIMEOUT_MAX:
+        raise ValueError(f"a lease lasts at least 0 and at most {threading.TIMEOUT_MAX:.0f} seconds, not {seconds}")
     core.deltawire_lease = Lease(core)
     core.deltawire_lease.extend(seconds)
 
