@@ -118,7 +118,11 @@ def test_an_update_that_fails_half_way_in_one_worker_is_reported_and_never_serve
             assert answers == []
 
             faults.unlink()
-            wait_until(lambda: is_at(server, version.seq), "a repair")  # noqa: B023
+            wait_until(lambda: server.routes.weight_version() == str(version.seq), "a repair")  # noqa: B023
+            wait_until(lambda: len(sidecar.events("repaired")) > rank, "the end of the repair")  # noqa: B023
+            assert (server.routes.is_paused(), answers) == (True, [])  # by /pause, and no longer because of its weights
+            assert not any(worker["held"] for worker in server.routes.status())
+            server.routes.resume()
             asking.join()
             assert server.routes.checksums() == runtime_hashes(run.state, 2)
             assert answers == [server.generate()]
