@@ -94,6 +94,7 @@ def install(core_class: type) -> bool:
         if method in WRITING and engine_holds.uses_backend(core):
             engine_holds.check_writable(core)
             _note_write(core)
+            core.deltawire_was_written = False
         if method in READING and core.model_executor.is_sleeping:
             raise RuntimeError("the server is asleep, so its weights cannot be read")
         if method in FOREIGN and engine_holds.uses_backend(core):
@@ -105,7 +106,12 @@ def install(core_class: type) -> bool:
             if method == "update_weights" and engine_holds.uses_backend(core):
                 engine_holds.hold_if_quarantined(core)
             raise
+        if method == "update_weights":
+            core.deltawire_was_written = True
         if method == "finish_weight_update" and engine_holds.uses_backend(core):
+            was_written, core.deltawire_was_written = getattr(core, "deltawire_was_written", False), False
+            if not was_written:  # vLLM would give the label of an update to the old weights
+                raise RuntimeError("no update was written, so the weights keep their label: begin again with /start_weight_update")
             engine_watch.begin(core)
         if method != STATUS:
             return answers
