@@ -39,6 +39,7 @@ class ServerDouble:
         self.misfit: str | None = None
         """The reason why the tensors of the chain do not fit the model."""
         self.asleep = self.held = False
+        self.paused_by_others = False
         self.leases: list[tuple[float, bool]] = []
         self.completions, self.completions_status = CompletionsDouble(), 500
         self.restart()
@@ -84,6 +85,7 @@ class ServerDouble:
         if "status after a swap" in self.lost and self.calls and self.calls[-1].startswith("swap"):
             raise EngineUnreachable("no answer.")
         core = {"one_call": self.one_call, "paused": self.paused, "asleep": self.asleep, "held": self.held}
+        core["paused_by_others"] = self.paused_by_others
         core |= {"live": self.is_live, "why_not": None if self.is_live else "of its layout", "commit": self.commit, "digest": self.digest}
         core |= {"misfit": self.misfit, "loaded_types": self.loaded_types}
         kept = [[{"seq": seq, "commit": self.hashes(seq)} for seq in undo] for undo in self.undo]
@@ -107,7 +109,8 @@ class ServerDouble:
         if outcome == "made":
             self.worker |= {"seq": seq, "quarantined": False, "error": None}
             self.commit = self.hashes(seq)
-            self.name, self.paused, self.held = label, self.paused and not (anew or self.held), False
+            is_over = (anew or self.held) and not self.paused_by_others
+            self.name, self.paused, self.held = label, self.paused and not is_over, False
         elif outcome == "quarantined":
             self.worker |= {"seq": None, "quarantined": True, "error": "half-way"}
             self.name, self.paused = QUARANTINED_LABEL, True
@@ -177,7 +180,7 @@ class ServerDouble:
     def resume(self) -> None:
         assert not self.worker["quarantined"], "a quarantined server was resumed"
         self._note("resume")
-        self.paused = False
+        self.paused = self.paused_by_others = False
 
 
 class Scene:

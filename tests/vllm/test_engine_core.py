@@ -57,7 +57,9 @@ class CoreDouble:
 
     def __init__(self, *, steps: int = 2, outcomes: tuple[str, ...] = ("made", "made")) -> None:
         self.vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(data_parallel_size=1), model_config=SimpleNamespace(is_multimodal_model=False)
+            parallel_config=SimpleNamespace(data_parallel_size=1),
+            model_config=SimpleNamespace(is_multimodal_model=False),
+            weight_transfer_config=SimpleNamespace(backend="deltawire"),
         )
         self.scheduler = SchedulerDouble()
         self.batch_queue: deque[int] | None = deque(range(steps))
@@ -190,6 +192,29 @@ def test_a_server_that_fails_between_versions_is_held(how: str) -> None:
     assert (answer["outcome"], answer["running"], core.label) == ("made", True, "7")
 
 
+WRONG = [([], "7", "keep"), ("abc", "7", "keep"), (None, "7", "keep"), ({"a": 1}, "7", "keep"), ([1, "z"], "7", "keep")]
+WRONG += [(1 << 63, "7", "keep"), (-1, "7", "keep"), (True, "7", "keep"), (7, 7, "keep"), (7, "7", "all"), (7, "7", [])]
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=repr)
+def test_wrong_arguments_change_nothing(arguments: tuple[Any, Any, Any]) -> None:
+    core = CoreDouble()
+    answer = swap_between_steps(core, *arguments)
+    assert (answer["outcome"], answer["running"], core.label, core.made) == ("refused", True, "1", [])
+    assert "not" in answer["error"]
+    assert not core.is_scheduler_paused()
+    core.scheduler.pause_state = PauseState.PAUSED_NEW
+    assert not swap_between_steps(core, *arguments)["running"]
+    assert core.scheduler.pause_state == PauseState.PAUSED_NEW
+
+
+def test_workers_that_answer_something_else_leave_an_unknown_state() -> None:
+    core = CoreDouble()
+    core.model_executor.collective_rpc = lambda *_: [None, None]
+    assert (swap(core)["outcome"], core.label) == ("quarantined", QUARANTINED_LABEL)
+    assert "a swap failed" in engine_state(core)["held"]
+
+
 @pytest.mark.parametrize("state", [PauseState.PAUSED_NEW, PauseState.PAUSED_ALL])
 @pytest.mark.parametrize("outcome", ["made", "refused"])
 def test_an_engine_that_someone_has_paused_stays_paused(state: PauseState, outcome: str) -> None:
@@ -218,7 +243,8 @@ def test_a_step_that_fails_ends_the_engine() -> None:
 @pytest.mark.parametrize("reason", ["data_parallel", "coordinator", "scheduler", "loop"])
 def test_an_engine_that_cannot_swap_in_one_call_says_so_and_refuses(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     core: Any = CoreDouble()
-    assert engine_state(core) == {"one_call": True, "paused": False, "asleep": False, "held": None, "last_swap": None}
+    state = {"one_call": True, "paused": False, "asleep": False, "held": None, "paused_by_others": False, "last_swap": None}
+    assert engine_state(core) == state
     if reason == "data_parallel":
         core.vllm_config.parallel_config.data_parallel_size = 2
     elif reason == "coordinator":
@@ -261,7 +287,7 @@ def test_requests_after_a_swap_that_marks_find_only_keys_of_the_new_weights() ->
         step = step_with_batch_queue = None
 
         def collective_rpc(self, method: Any, timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]:
-            return []
+            return [{"outcome": "made"}]
 
         def get_weight_version(self) -> str:
             return self.label
@@ -283,14 +309,23 @@ def test_requests_after_a_swap_that_marks_find_only_keys_of_the_new_weights() ->
     def hashes(salt: str | None) -> list[Any]:
         return [salt, *Request("b", list(range(9)), SamplingParams(max_tokens=1), None, cache_salt=salt, block_hasher=hasher).block_hashes]
 
-    plain, named = hashes(None), hashes("v7")
+    plain, named = hashes(None), hashes("v7.1")
     assert plain[1:] != named[1:]
-    assert (add(), add("v7")) == (plain, named)
+    assert (add(), add("v7")) == (plain, hashes("v7"))
     swap(core, "mark")
     assert (add(), add("v7")) == (named, named)
-    assert add("v6") == hashes("v6 v7")  # also a client that names an older version, or a salt of its own
-    core.label = "8"  # the next swap was made by vLLM's routes
-    assert add() == hashes("v8")
+    assert add("v6") == hashes("v6 v7.1")  # also a client that names an older version, or a salt of its own
+    swap_between_steps(core, 8, "8", "mark")
+    swap(core, "mark")  # a rollback: requests that began with this version have gone on with the one after it
+    assert (add(), add("v7")) == (hashes("v7.3"), hashes("v7.3"))
+    core.outcomes = ("refused", "refused")
+    swap(core, "mark")
+    assert add() == hashes("v7.3")
+    core.outcomes, core.label = ("made", "made"), "8"  # the next update is made by vLLM's routes
+    core.scheduler.pause_state = PauseState.PAUSED_ALL
+    core.collective_rpc("update_weights")
+    core.scheduler.pause_state = PauseState.UNPAUSED
+    assert add() == hashes("v8.4")
     swap(core, "keep")
     assert add() == plain
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import queue
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +24,15 @@ from deltawire.engines.vllm.engine_core import engine_state, swap_between_steps
 
 class ExecutorDouble:
     def __init__(self, call: Callable[..., list[Any]]) -> None:
-        self.is_sleeping = False
+        self.sleeping_tags: set[str] = set()
         self.collective_rpc = call
 
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self.sleeping_tags)
+
     def sleep(self, level: int = 1) -> None:
-        self.is_sleeping = level > 0
+        self.sleeping_tags = {"weights", "kv_cache"} if level > 0 else set()
 
 
 def core_class() -> Any:
@@ -41,6 +48,7 @@ def core_class() -> Any:
                 model_config=SimpleNamespace(is_multimodal_model=False),
             )
             self.scheduler = SimpleNamespace(pause_state=PauseState.UNPAUSED, running=[], reset_prefix_cache=lambda **_: True)
+            self.scheduler.has_unfinished_requests = lambda: bool(self.scheduler.running)
             self.scheduler.set_pause_state = lambda state: setattr(self.scheduler, "pause_state", state)
             self.batch_queue = None
             self.input_queue: queue.Queue[Any] = queue.Queue()
@@ -73,13 +81,13 @@ def core_class() -> Any:
                 self.falls_asleep()
 
         def wake_up(self, tags: Any = None) -> bool:
-            self.model_executor.is_sleeping = False
-            self.resume_scheduler()
-            return True
+            self.model_executor.sleeping_tags -= set(tags or ("weights", "kv_cache"))
+            if not self.model_executor.is_sleeping:
+                self.resume_scheduler()
+            return not self.model_executor.is_sleeping
 
-        def pause_scheduler(self, mode: str, clear_cache: bool) -> None:
-            assert (mode, clear_cache) == ("abort", True)
-            self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> None:
+            self.scheduler.set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
 
         def resume_scheduler(self) -> None:
             self.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -108,7 +116,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_engine_waits_for_its_first_version_if_asked_to(hold: None) -> None:
     core = core_class()()
-    assert core.run_busy_loop() == PauseState.PAUSED_NEW
+    assert core.run_busy_loop() == PauseState.PAUSED_ALL
     assert engine_state(core)["held"] == engine_holds.FIRST
     core.workers = [{"outcome": "refused", "error": "why"}]
     assert not swap_between_steps(core, 3, "3", "keep")["running"]
@@ -145,6 +153,46 @@ def test_weights_that_a_sleep_discards_are_no_version(hold: None, level: int, fo
     assert core.wake_up()
     assert engine_state(core)["held"] == (engine_holds.SLEPT if forgets else None)
     assert engine_state(core)["paused"] == forgets
+
+
+def fail_a_swap(core: Any) -> None:
+    """Let one of two workers fail, so that the weights are a mixture of two versions."""
+    core.workers = [{"seq": 4, "quarantined": False, "outcome": "made"}, {"seq": None, "quarantined": True, "outcome": "quarantined"}]
+    assert swap_between_steps(core, 4, "4", "keep")["outcome"] == "quarantined"
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_engine_that_is_held_stays_so_when_it_sleeps_and_wakes_up(level: int, is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_class()()
+    if is_first:
+        monkeypatch.setenv("DELTAWIRE_HOLD", "1")
+        core.run_busy_loop()
+    else:
+        fail_a_swap(core)
+    reason = engine_state(core)["held"]
+    assert reason == (engine_holds.FIRST if is_first else engine_holds.FAILED)
+    core.sleep(level)
+    assert core.wake_up()
+    assert engine_state(core)["held"] == reason
+    assert core.scheduler.pause_state == PauseState.PAUSED_ALL  # requests that were frozen make no step either
+    core.workers = [{"seq": 5, "quarantined": False, "outcome": "made"} for _ in range(2)]
+    assert swap_between_steps(core, 5, "5", "keep", anew=True)["running"]
+    core.sleep(1)
+    core.wake_up()
+    assert not engine_state(core)["paused"]
+
+
+def test_an_engine_with_a_mixture_of_versions_finishes_no_requests() -> None:
+    core = core_class()()
+    core.pause_scheduler("wait")
+    assert core.scheduler.pause_state == PauseState.PAUSED_NEW  # its requests end with the weights of a version
+    fail_a_swap(core)
+    core.pause_scheduler("wait", clear_cache=False)
+    assert core.scheduler.pause_state == PauseState.PAUSED_ALL
+    core.resume_scheduler()
+    core.pause_scheduler("wait")
+    assert core.scheduler.pause_state == PauseState.PAUSED_NEW
 
 
 def test_an_engine_that_finishes_its_requests_first_forgets_its_weights_when_it_falls_asleep() -> None:
@@ -184,7 +232,8 @@ def test_without_a_hold_an_engine_wakes_up_as_before() -> None:
     core = core_class()()
     core.sleep(2)
     core.wake_up()
-    assert engine_state(core) == {"one_call": True, "paused": False, "asleep": False, "held": None, "last_swap": None}
+    state = engine_state(core)
+    assert (state["one_call"], state["paused"], state["asleep"], state["held"]) == (True, False, False, None)
     assert core.label == QUARANTINED_LABEL
 
 
@@ -203,8 +252,59 @@ def test_an_engine_that_nobody_resumes_continues_with_its_version() -> None:
     assert not engine_state(core)["paused"]
     with pytest.raises(RuntimeError, match="pause it again"):  # the program comes back after all
         core.collective_rpc("start_weight_update")
+    with pytest.raises(RuntimeError, match="pause it again"):  # also if it had begun the update
+        core.collective_rpc("update_weights", None, (), {"update_info": {"seq": 4}})
     core.collective_rpc("deltawire_lease", None, (60.0,))
+    core.pause_scheduler("keep")
     core.collective_rpc("start_weight_update")
+
+
+@pytest.mark.parametrize("method", ["start_weight_update", "update_weights"])
+def test_an_engine_that_runs_refuses_updates_by_routes(method: str) -> None:
+    core = core_class()()
+    core.pause_scheduler("keep")
+    core.collective_rpc(method)
+    core.resume_scheduler()  # another client, or an operator
+    with pytest.raises(RuntimeError, match="not paused"):
+        core.collective_rpc(method)
+    with pytest.raises(RuntimeError, match="keep their label") if method == "start_weight_update" else contextlib.nullcontext():
+        core.collective_rpc("finish_weight_update")  # the workers may have been written to before the engine was resumed
+    with pytest.raises(RuntimeError, match="keep their label"):
+        core.collective_rpc("finish_weight_update")
+    other = core_class()(backend="nccl")  # vLLM's own backends decide by themselves
+    other.collective_rpc(method)
+    other.collective_rpc("finish_weight_update")
+
+
+@pytest.mark.parametrize("method", ["start_weight_update", "update_weights"])
+def test_an_engine_whose_weights_are_not_in_its_memory_refuses_updates_by_routes(method: str) -> None:
+    core = core_class()()
+    core.sleep(1)
+    with pytest.raises(RuntimeError, match="asleep"):
+        core.collective_rpc(method)
+    core.wake_up(["weights"])  # the KV cache is not there yet
+    core.collective_rpc(method)
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_an_update_by_routes_that_leaves_a_mixture_holds_the_engine(is_written: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_class()()
+    core.pause_scheduler("keep")
+    call = core.model_executor.collective_rpc
+
+    def fail(method: Any, *arguments: Any) -> list[Any]:
+        if method == "update_weights":
+            core.workers[1]["quarantined"] = is_written
+            raise RuntimeError("a worker failed")
+        return call(method, *arguments)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(core, "_call", fail)
+    with pytest.raises(RuntimeError, match="a worker failed"):
+        core.collective_rpc("update_weights")
+    assert engine_state(core)["held"] == (engine_holds.FAILED if is_written else None)
+    core.sleep(1)
+    core.wake_up()
+    assert engine_state(core)["paused"] == is_written
 
 
 @pytest.mark.parametrize("reason", ["quarantined", "versions", "label", "asleep", "several", "died"])
@@ -217,7 +317,7 @@ def test_an_engine_whose_weights_are_not_known_stays_paused(reason: str) -> None
     elif reason == "label":
         core.label = "4"
     elif reason == "asleep":
-        core.model_executor.is_sleeping = True
+        core.model_executor.sleep(1)
     elif reason == "several":
         core.has_coordinator = True
     else:
@@ -225,6 +325,15 @@ def test_an_engine_whose_weights_are_not_known_stays_paused(reason: str) -> None
     paused_for_too_long(core)
     assert core.is_scheduler_paused()
     assert core.deltawire_lease.deadline > 0  # it looks again later
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_lease_that_cannot_end_is_refused(seconds: float) -> None:
+    core = core_class()()
+    with pytest.raises(ValueError, match="seconds"):
+        core.collective_rpc("deltawire_lease", None, (seconds,))
+    core.pause_scheduler("keep")
+    assert engine_state(core)["paused_by_others"]
 
 
 def test_a_pause_without_a_lease_and_one_that_was_ended_in_time_are_left_alone() -> None:
@@ -235,6 +344,80 @@ def test_a_pause_without_a_lease_and_one_that_was_ended_in_time_are_left_alone()
     core.collective_rpc("deltawire_lease", None, (60.0,))
     core.resume_scheduler()
     assert core.deltawire_lease is None
+
+
+def test_an_engine_that_finishes_its_requests_for_a_program_that_dies_continues_when_they_have_ended() -> None:
+    core = core_class()()
+    core.scheduler.running = ["a request"]
+    core.collective_rpc("deltawire_lease", None, (60.0,))
+    core.pause_scheduler("wait")
+    lease = core.deltawire_lease
+    lease.deadline = 0.0
+    core._handle_client_request(EngineCoreRequestType.WAKEUP, None)
+    assert core.scheduler.pause_state == PauseState.PAUSED_NEW
+    assert lease.deadline > time.monotonic()  # it looks again later
+    core.scheduler.running = []
+    lease.deadline = 0.0
+    core._handle_client_request(EngineCoreRequestType.WAKEUP, None)
+    assert not core.is_scheduler_paused()
+    core.scheduler.running = ["a request"]
+    core.collective_rpc("deltawire_lease", None, (60.0,))
+    core.pause_scheduler("keep")
+    core.deltawire_lease.deadline = 0.0
+    core._handle_client_request(EngineCoreRequestType.WAKEUP, None)
+    assert not core.is_scheduler_paused()  # it was frozen, and continues
+
+
+def swap(core: Any, seq: int, **options: Any) -> bool:
+    """Swap in one call. Returns whether the engine runs then."""
+    core.workers = [{"seq": seq, "quarantined": False, "outcome": "made"} for _ in range(2)]
+    return bool(swap_between_steps(core, seq, str(seq), "keep", **options)["running"])
+
+
+@pytest.mark.parametrize("when", ["running", "held", "failed", "leased"])
+def test_an_engine_that_an_operator_pauses_stays_paused(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_class()()
+    if when == "held":
+        monkeypatch.setenv("DELTAWIRE_HOLD", "1")
+        core.run_busy_loop()
+    elif when == "failed":
+        fail_a_swap(core)
+    core.pause_scheduler("keep")
+    if when == "leased":
+        core.collective_rpc("deltawire_lease", None, (0.0,))
+        core.pause_scheduler("keep")
+        wake(core)
+    assert engine_state(core)["paused_by_others"]
+    assert not swap(core, 4, anew=True)
+    assert (engine_state(core)["held"], engine_state(core)["paused_by_others"]) == (None, True)
+    core.resume_scheduler()
+    assert (engine_state(core)["paused"], engine_state(core)["paused_by_others"]) == (False, False)
+    assert swap(core, 5)
+
+
+def test_a_swap_ends_a_pause_with_a_lease_and_one_by_a_quarantine() -> None:
+    core = core_class()()
+    core.collective_rpc("deltawire_lease", None, (60.0,))
+    core.pause_scheduler("keep")
+    assert not engine_state(core)["paused_by_others"]
+    assert swap(core, 4)
+    core.resume_scheduler()
+    core.collective_rpc("deltawire_quarantine", None, ("its tokens are wrong",))
+    assert not engine_state(core)["paused_by_others"]
+    assert swap(core, 5, anew=True)
+
+
+def test_a_pause_after_a_lease_that_is_over_is_one_of_its_own() -> None:
+    core = core_class()()
+    core.collective_rpc("deltawire_lease", None, (0.0,))  # the program dies before it pauses the engine
+    core.pause_scheduler("keep")
+    assert engine_state(core)["paused_by_others"]
+    core._handle_client_request(EngineCoreRequestType.WAKEUP, None)
+    assert core.is_scheduler_paused()
+    core.resume_scheduler()
+    paused_for_too_long(core)
+    core.pause_scheduler("keep")  # by a program without a lease, after the engine has continued
+    core.collective_rpc("start_weight_update")
 
 
 def wake(core: Any) -> None:
@@ -252,7 +435,10 @@ def test_an_engine_looks_by_itself_whether_its_workers_confirm_a_swap(is_one_cal
     if is_one_call:
         assert swap_between_steps(core, 3, "3", "keep")["running"]
     else:
+        core.pause_scheduler("keep")
+        core.collective_rpc("update_weights")
         core.collective_rpc("finish_weight_update")
+        core.resume_scheduler()
     wake(core)
     assert (core.label, engine_state(core)["paused"]) == ("3", False)
     core.workers[1] |= {"quarantined": is_wrong, "unconfirmed": False, "error": "of its digest" if is_wrong else None}
@@ -290,3 +476,6 @@ def test_a_client_can_quarantine_an_engine(is_alone: bool) -> None:
 def test_this_vllm_has_what_holds_need() -> None:
     assert engine_holds.install(EngineCore, EngineCoreProc)
     assert engine_core.install(EngineCore)
+    for engine in (EngineCore, EngineCoreProc):
+        assert list(inspect.signature(engine.pause_scheduler).parameters) == ["self", "mode", "clear_cache"]
+        assert engine.pause_scheduler.__wrapped__.__qualname__ == f"{engine.__name__}.pause_scheduler"

@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ DENSE = TinyModel("dense")
 
 def is_at(server: LiveServer, seq: int) -> bool:
     return server.routes.weight_version() == str(seq) and not server.routes.is_paused()
+
+
+def post(url: str) -> None:
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=300):
+        pass
 
 
 def test_a_new_sidecar_continues_where_a_killed_one_stopped(
@@ -105,11 +111,18 @@ def test_an_update_that_fails_half_way_in_one_worker_is_reported_and_never_serve
             asking = threading.Thread(target=lambda: answers.append(server.generate()))  # noqa: B023
             asking.start()
             wait_until(lambda: len(sidecar.events("swap-failed")) >= failures + 2, "repairs that fail as well")  # noqa: B023
+            for route in ("/sleep?level=1&mode=keep", "/wake_up", "/pause?mode=wait"):
+                post(server.url + route)
             assert server.routes.is_paused()
+            assert all(worker["held"] for worker in server.routes.status())
             assert answers == []
 
             faults.unlink()
-            wait_until(lambda: is_at(server, version.seq), "a repair")  # noqa: B023
+            wait_until(lambda: server.routes.weight_version() == str(version.seq), "a repair")  # noqa: B023
+            wait_until(lambda: len(sidecar.events("repaired")) > rank, "the end of the repair")  # noqa: B023
+            assert (server.routes.is_paused(), answers) == (True, [])  # by /pause, and no longer because of its weights
+            assert not any(worker["held"] for worker in server.routes.status())
+            server.routes.resume()
             asking.join()
             assert server.routes.checksums() == runtime_hashes(run.state, 2)
             assert answers == [server.generate()]

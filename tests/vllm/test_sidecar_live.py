@@ -75,6 +75,19 @@ def test_a_held_server_that_was_started_with_the_newest_version_is_resumed(scene
     assert (scene.server.name, scene.server.paused) == (str(seq), False)
 
 
+def test_a_held_server_that_restarts_with_the_newest_version_is_resumed_by_the_same_sidecar(live: Scene) -> None:
+    seq = live.publish()
+    live.sidecar.step()  # in one call, after which the server needs no request to resume
+    live.server.restart()
+    live.server.held = live.server.paused = True
+    live.server.started_with = seq
+    live.server.calls.clear()
+    live.sidecar.step()
+    assert live.server.calls == ["learn", f"adopt {seq}", "resume"]
+    assert (live.server.name, live.server.paused) == (str(seq), False)
+    assert live.sidecar.readiness()[0]
+
+
 def test_a_server_that_refuses_two_deltas_is_loaded_from_a_mirror(live: Scene) -> None:
     seq = live.publish()
     live.server.answers = ["refused", "refused"]

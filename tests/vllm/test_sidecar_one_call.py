@@ -32,7 +32,7 @@ def test_routes_are_used_if_one_call_is_not_possible_or_not_wanted(scene: Scene,
     with contextlib.closing(scene.start(pause=pause, one_call=allowed)) as sidecar:
         sidecar.step()
     assert scene.server.calls == ["learn", "prepare", f"pause {pause} clear", "start", "write", "finish", "resume"]
-    assert scene.server.leases == [(60.0, pause == "wait")]  # that pause begins when all requests have ended
+    assert scene.server.leases == [(60.0, False), (60.0, True)][: 2 if pause == "wait" else 1]  # requests take a part of the first lease
 
 
 def test_a_refused_swap_changes_nothing_and_is_reported(one_call: Scene) -> None:
@@ -123,6 +123,39 @@ def test_a_held_server_is_resumed_only_by_a_version(scene: Scene, is_one_call: b
     scene.server.failing = set()
     scene.sidecar.step()
     assert not scene.server.paused
+
+
+@pytest.mark.parametrize("is_one_call", [True, False])
+def test_a_server_that_an_operator_pauses_gets_versions_and_stays_paused(scene: Scene, is_one_call: bool) -> None:
+    server = scene.server
+    server.one_call = is_one_call
+    scene.serve()
+    server.paused = server.paused_by_others = True
+    seq = scene.publish()
+    scene.sidecar.step()
+    assert (server.paused, server.name) == (True, str(seq))
+    assert not scene.sidecar.readiness()[0]
+    assert [event.fields["reason"] for event in scene.events if event.name == "engine-held"] == ["somebody else has paused it"]
+    with contextlib.closing(scene.start()) as again:  # a new sidecar finds a server that is paused
+        again.step()
+        assert (server.paused, again.readiness()[0]) == (True, False)
+        server.resume()
+        again.step()
+        assert again.readiness()[0]
+    assert "resume" in server.calls
+    server.calls.clear()
+    scene.publish()
+    scene.sidecar.step()
+    assert not server.paused
+
+
+def test_a_refused_swap_resumes_a_server_that_a_killed_sidecar_has_paused(one_call: Scene) -> None:
+    one_call.publish()
+    one_call.server.paused = True
+    one_call.server.answers = ["refused"]
+    with contextlib.closing(one_call.start()) as again, pytest.raises(EngineRefused):
+        again.step()
+    assert not one_call.server.paused
 
 
 def test_a_version_of_another_chain_with_the_same_number_is_not_taken_for_the_one_that_is_wanted(one_call: Scene) -> None:

@@ -35,6 +35,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ..base import KvCache
 from . import QUARANTINED_LABEL, engine_holds, engine_watch
 
 SWAP, STATUS, LEASE, QUARANTINE = "deltawire_swap", "deltawire_status", "deltawire_lease", "deltawire_quarantine"
@@ -42,9 +43,12 @@ ADAPTERS = "deltawire_adapters"
 """The names of the calls that EngineCore treats in its own way. All others go to the workers unchanged."""
 READING = ("deltawire_learn", "deltawire_adopt", "deltawire_prepare")
 """Calls that read the weights. An engine that is asleep has none in its memory, so it refuses them."""
+WRITING = ("start_weight_update", "update_weights")
+"""Calls of vLLM's routes for an update. An engine that runs, or that is asleep, refuses them."""
 FOREIGN = ("reset_weights", "reload_weights")
 """Calls of vLLM that write to the weights. They are those of no known version afterwards."""
 
+_KV_CACHE = tuple(policy.value for policy in KvCache)
 NEEDED = (
     "collective_rpc",
     "set_weight_version",
@@ -87,14 +91,27 @@ def install(core_class: type) -> bool:
             return used_adapters(core)
         if method == QUARANTINE:
             return engine_watch.quarantine(core, str(args[0]))
-        if method == "start_weight_update":
-            engine_holds.check_lease(core)
+        if method in WRITING and engine_holds.uses_backend(core):
+            engine_holds.check_writable(core)
+            _note_write(core)
+            core.deltawire_was_written = False
         if method in READING and core.model_executor.is_sleeping:
             raise RuntimeError("the server is asleep, so its weights cannot be read")
         if method in FOREIGN and engine_holds.uses_backend(core):
             engine_holds.forget(core)
-        answers: list[Any] = original(core, method, timeout, args, kwargs)
+            _note_write(core)
+        try:
+            answers: list[Any] = original(core, method, timeout, args, kwargs)
+        except Exception:
+            if method == "update_weights" and engine_holds.uses_backend(core):
+                engine_holds.hold_if_quarantined(core)
+            raise
+        if method == "update_weights":
+            core.deltawire_was_written = True
         if method == "finish_weight_update" and engine_holds.uses_backend(core):
+            was_written, core.deltawire_was_written = getattr(core, "deltawire_was_written", False), False
+            if not was_written:  # vLLM would give the label of an update to the old weights
+                raise RuntimeError("no update was written, so the weights keep their label: begin again with /start_weight_update")
             engine_watch.begin(core)
         if method != STATUS:
             return answers
@@ -108,16 +125,17 @@ def install(core_class: type) -> bool:
     @functools.wraps(add_request)
     def add_marked(core: Any, request: Any, *arguments: Any, **options: Any) -> Any:
         if getattr(core, "deltawire_marks", False):
-            mark(request, core.get_weight_version())
+            mark(request, core.get_weight_version(), getattr(core, "deltawire_writes", 0))
         return add_request(core, request, *arguments, **options)
 
     core_class.add_request = add_marked  # type: ignore[attr-defined]
     return True
 
 
-def mark(request: Any, label: str) -> None:
-    """Let a new request find only keys and values that weights with this label computed: vLLM hashes the salt with the tokens.
+def mark(request: Any, label: str, writes: int) -> None:
+    """Let a new request find only keys and values that the present weights computed: vLLM hashes the salt with the tokens.
 
+    The label alone would not do. After a rollback, requests that began with the same version have left keys and values of a later one.
     A salt that the client chose stays a part of the salt, so that requests of different clients still share nothing.
 
     Parameters
@@ -125,19 +143,25 @@ def mark(request: Any, label: str) -> None:
     request
         vLLM's `Request`, before the scheduler has it.
     label
-        The label of the weights.
+        The label of the weights. A client can name it itself, as for a server that swaps by vLLM's routes.
+    writes
+        How often the weights were written.
     """
-    own = f"v{label}"
-    if request.cache_salt != own:
-        request.cache_salt = own if request.cache_salt is None else f"{request.cache_salt} {own}"
-        request.block_hashes.clear()
-        request.update_block_hashes()
+    own, chosen = f"v{label}.{writes}", request.cache_salt
+    request.cache_salt = own if chosen in (None, f"v{label}") else f"{chosen} {own}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def _note_write(core: Any) -> None:
+    core.deltawire_writes = getattr(core, "deltawire_writes", 0) + 1
 
 
 def engine_state(core: Any) -> dict[str, Any]:
     """Return what only EngineCore knows about a server. The status of each worker contains it."""
-    state = {"one_call": can_swap(core), "paused": not _is_running(core), "asleep": bool(core.model_executor.is_sleeping)}
-    return {**state, "held": engine_holds.held(core), "last_swap": getattr(core, "deltawire_last_swap", None)}
+    state: dict[str, Any] = {"one_call": can_swap(core), "paused": not _is_running(core), "asleep": bool(core.model_executor.is_sleeping)}
+    state |= {"held": engine_holds.held(core), "paused_by_others": engine_holds.stays_paused(core)}
+    return {**state, "last_swap": getattr(core, "deltawire_last_swap", None)}
 
 
 def used_adapters(core: Any) -> list[dict[str, Any]]:
@@ -184,6 +208,8 @@ def swap_between_steps(core: Any, seq: int | list[int], label: str, kv_cache: st
     answer: dict[str, Any] = {"outcome": "refused", "error": None, "workers": [], "drain_ms": 0.0, "swap_ms": 0.0, "preempted": 0}
     if not can_swap(core):
         return {**answer, "error": "this engine cannot swap in one call.", "running": _is_running(core)}
+    if (error := _wrong_argument(seq, label, kv_cache, anew)) is not None:
+        return {**answer, "error": error, "running": _is_running(core)}
     if core.model_executor.is_sleeping:
         return {**answer, "outcome": "asleep", "error": "the server is asleep.", "running": False}
     before, began = core.scheduler.pause_state, time.perf_counter()
@@ -204,20 +230,33 @@ def swap_between_steps(core: Any, seq: int | list[int], label: str, kv_cache: st
         answer |= _call_workers(core, seq if isinstance(seq, list) else [seq], anew)
     answer["swap_ms"] = (time.perf_counter() - drained) * 1e3
     core.deltawire_last_swap = {name: answer[name] for name in ("outcome", "drain_ms", "swap_ms", "preempted")}
+    if answer["outcome"] in ("made", "quarantined"):
+        _note_write(core)
     if answer["outcome"] == "quarantined":
         core.set_weight_version(QUARANTINED_LABEL)
         engine_holds.hold(core, engine_holds.FAILED)
-    else:
-        if answer["outcome"] == "made":
-            core.set_weight_version(label)
-            core.deltawire_marks = kv_cache == "mark"
-            if engine_holds.held(core) is not None:  # it was held because its weights were those of no version
-                before = PauseState.UNPAUSED
-            core.deltawire_hold = None
-            if engine_watch.is_unconfirmed(answer["workers"]):
-                engine_watch.begin(core)
-        core.scheduler.set_pause_state(before)
+        return {**answer, "running": False}
+    if answer["outcome"] == "made":
+        core.set_weight_version(label)
+        core.deltawire_marks = kv_cache == "mark"
+        if engine_holds.end_pause(core):
+            before = PauseState.UNPAUSED
+    core.scheduler.set_pause_state(before)
+    if answer["outcome"] == "made" and engine_watch.is_unconfirmed(answer["workers"]):
+        engine_watch.begin(core)
     return {**answer, "running": _is_running(core)}
+
+
+def _wrong_argument(seq: Any, label: Any, kv_cache: Any, anew: Any) -> str | None:
+    """Return what is wrong with the arguments of a swap, which come from another process, or None."""
+    seqs = seq if isinstance(seq, list) else [seq]
+    if not seqs or not all(type(number) is int and 0 <= number < 1 << 63 for number in seqs):
+        return f"a version is the number of a commit, or a list of them, not {seq!r}"
+    if not isinstance(label, str) or not isinstance(anew, bool):
+        return f"the label must be a text, not {label!r}, and anew true or false, not {anew!r}"
+    if kv_cache not in _KV_CACHE:
+        return f"kv_cache must be one of {', '.join(_KV_CACHE)}, not {kv_cache!r}"
+    return None
 
 
 def _drain(core: Any) -> None:
@@ -251,9 +290,9 @@ def _call_workers_once(core: Any, seq: int, anew: bool) -> dict[str, Any]:
     """Let all workers swap. They return their status and outcome, and never raise. If one has died, the state of all is unknown."""
     try:
         workers: list[Mapping[str, Any]] = core.model_executor.collective_rpc(SWAP, None, (seq, anew))
+        outcomes = {worker["outcome"] for worker in workers}
     except Exception as error:
         return {"outcome": "quarantined", "error": f"the workers did not answer: {error}"}
-    outcomes = {worker["outcome"] for worker in workers}
     outcome = outcomes.pop() if len(outcomes) == 1 else "quarantined"
     errors = [f"worker {rank}: {worker['error']}" for rank, worker in enumerate(workers) if worker.get("error")]
     return {"outcome": outcome, "error": "; ".join(errors) or None, "workers": list(workers)}

@@ -2,11 +2,17 @@
 
 **Holds.** The engine is held while its weights are those of no version: before its first version, if the server was started with
 `DELTAWIRE_HOLD=1`; after a swap that failed; and, with `DELTAWIRE_HOLD=1`, after a sleep that has discarded the weights. Requests wait.
-The next swap that is made ends the hold, and so does `/resume`. The status of the workers says why the engine is held (`held`).
+The next swap that is made ends the hold, and so does `/resume`. Nothing else does: an engine that sleeps and wakes up is held as before.
+A request to pause the engine when its requests have ended ("wait") freezes them instead, because no weights may finish them. The status of
+the workers says why the engine is held (`held`).
 
 **Lease.** A program that swaps by vLLM's routes pauses the server, and may die before it resumes the server. It therefore asks for a lease
 first (`deltawire_lease`). If the pause lasts longer than the lease, the engine looks at its workers. It continues if all of them have the
 version that the label of the weights says. Otherwise it logs why not, and looks again later. A pause without a lease is left alone.
+Requests that are finished first ("wait") may take longer than the lease: it is extended until they have ended.
+
+**Pauses of others.** The engine notes who has paused it. A pause without a lease is that of an operator, or of a program of its own. Only
+`/resume` ends it, not a swap, nor a lease that begins meanwhile. The status of the workers says so (`paused_by_others`).
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import functools
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm.logger import init_logger
@@ -42,7 +49,7 @@ def held(core: Any) -> str | None:
 
 
 def hold(core: Any, reason: str) -> None:
-    """Start no new requests until a swap is made. Requests that run continue, unless the engine is paused already.
+    """Run no requests until a swap is made.
 
     Parameters
     ----------
@@ -54,8 +61,20 @@ def hold(core: Any, reason: str) -> None:
     from vllm.v1.core.sched.interface import PauseState
 
     core.deltawire_hold = reason
-    if not core.is_scheduler_paused():
-        core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+
+
+def stays_paused(core: Any) -> bool:
+    """Return whether an engine is paused by somebody who had no lease, so that only `/resume` may end the pause."""
+    return bool(getattr(core, "deltawire_paused_by_others", False) and core.is_scheduler_paused())
+
+
+def end_pause(core: Any) -> bool:
+    """Forget why an engine was held or leased, because it has a version now. Returns whether it continues, if it was paused before."""
+    lease = getattr(core, "deltawire_lease", None)
+    is_over = held(core) is not None or (lease is not None and not lease.is_lost)
+    core.deltawire_hold = None
+    return is_over and not stays_paused(core)
 
 
 def install(core_class: Any, loop_class: Any) -> bool:
@@ -86,13 +105,14 @@ def install(core_class: Any, loop_class: Any) -> bool:
     def wake_up_held(core: Any, *arguments: Any, **options: Any) -> Any:
         reason = getattr(core, "deltawire_hold", None)
         is_awake = wake_up(core, *arguments, **options)  # this resumes the scheduler
-        if is_awake and reason == SLEPT and _wants_hold():
-            hold(core, SLEPT)
+        if is_awake and reason is not None and (reason != SLEPT or _wants_hold()):
+            hold(core, reason)
         return is_awake
 
     @functools.wraps(resume)
     def resume_unheld(core: Any) -> Any:
         core.deltawire_hold = core.deltawire_lease = None
+        core.deltawire_paused_by_others = False
         return resume(core)
 
     @functools.wraps(run_loop)
@@ -110,15 +130,40 @@ def install(core_class: Any, loop_class: Any) -> bool:
     def handle_and_look(core: Any, *arguments: Any) -> Any:
         result = handle(core, *arguments)
         lease = getattr(core, "deltawire_lease", None)
-        if lease is not None and time.monotonic() >= lease.deadline:
+        if lease is not None and lease.is_over:
             look(core, lease)
         engine_watch.look_if_due(core)
         return result
 
+    for engine_class in {core_class, loop_class}:
+        if "pause_scheduler" in vars(engine_class):
+            engine_class.pause_scheduler = _pause_of(engine_class.pause_scheduler)
     resume_unheld.ends_holds = True  # type: ignore[attr-defined]
     core_class.sleep, core_class.wake_up, core_class.resume_scheduler = sleep_and_forget, wake_up_held, resume_unheld
     loop_class.run_busy_loop, loop_class._handle_client_request = run_held, handle_and_look
     return True
+
+
+def _pause_of(pause: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method to pause an engine in place of vLLM's. It notes who pauses, and an engine that is held finishes no requests first."""
+
+    @functools.wraps(pause)  # vLLM converts arguments by the signature
+    def pause_held(core: Any, mode: str = "abort", clear_cache: bool = True) -> Any:
+        _note_pause(core)
+        if mode == "wait" and held(core) is not None:
+            mode = "keep"
+        return pause(core, mode, clear_cache)
+
+    return pause_held
+
+
+def _note_pause(core: Any) -> None:
+    """Note whether somebody pauses an engine who has no lease."""
+    lease = getattr(core, "deltawire_lease", None)
+    if lease is not None and (lease.is_lost or (lease.is_over and not core.is_scheduler_paused())):
+        lease = core.deltawire_lease = None
+    if lease is None:
+        core.deltawire_paused_by_others = True
 
 
 class Lease:
@@ -136,6 +181,11 @@ class Lease:
         self.is_lost = False
         """True if the engine has continued by itself, so that the program must not write any more."""
 
+    @property
+    def is_over(self) -> bool:
+        """True after the deadline."""
+        return time.monotonic() >= self.deadline
+
     def extend(self, seconds: float) -> None:
         """Let the pause last this many seconds from now."""
         self.deadline = time.monotonic() + seconds
@@ -151,7 +201,7 @@ class Lease:
 
 
 def grant(core: Any, seconds: float) -> None:
-    """Begin a lease. The program asks for it just before it pauses the engine.
+    """Begin a lease. The program asks for it just before it pauses the engine. Raises `ValueError` if it cannot be that long.
 
     Parameters
     ----------
@@ -160,20 +210,41 @@ def grant(core: Any, seconds: float) -> None:
     seconds
         How long the pause may last.
     """
+    if not 0 <= seconds <= threading.TIMEOUT_MAX:
+        raise ValueError(f"a lease lasts at least 0 and at most {threading.TIMEOUT_MAX:.0f} seconds, not {seconds}")
     core.deltawire_lease = Lease(core)
     core.deltawire_lease.extend(seconds)
 
 
-def check_lease(core: Any) -> None:
-    """Raise an error if the engine has continued after a pause that lasted too long. The workers must not write then."""
+def check_writable(core: Any) -> None:
+    """Raise an error if the workers must not write now, because the engine runs or has no weights in its memory.
+
+    Tokens would get the label of other weights than those that made them.
+    """
     lease = getattr(core, "deltawire_lease", None)
     if lease is not None and lease.is_lost:
         raise RuntimeError("the pause lasted longer than its lease, so the engine has continued: pause it again")
+    if "weights" in getattr(core.model_executor, "sleeping_tags", ()):
+        raise RuntimeError("the server is asleep, so its weights cannot be changed: wake it up first")
+    if not core.is_scheduler_paused():
+        raise RuntimeError("the engine is not paused, so its weights cannot be changed: pause it first")
+
+
+def hold_if_quarantined(core: Any) -> None:
+    """Hold an engine whose workers have failed to write an update by vLLM's routes, unless several engines work together."""
+    if is_alone(core) and any(worker["quarantined"] for worker in core.model_executor.collective_rpc("deltawire_status")):
+        hold(core, FAILED)
 
 
 def look(core: Any, lease: Lease) -> None:
     """Continue after a pause that lasted too long, if the weights are those of the version that their label says. Otherwise log why not."""
     if lease.is_lost or not core.is_scheduler_paused():
+        return
+    if stays_paused(core):
+        core.deltawire_lease = None
+        return
+    if _finishes_requests(core):
+        lease.extend(LOOK_AGAIN_SECONDS)
         return
     reason = _why_not(core)
     if reason is None:
@@ -184,6 +255,13 @@ def look(core: Any, lease: Lease) -> None:
         return
     logger.error("deltawire: the server stays paused: %s", reason)
     lease.extend(LOOK_AGAIN_SECONDS)
+
+
+def _finishes_requests(core: Any) -> bool:
+    """Return whether requests still run in an engine that starts no new ones."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    return bool(core.scheduler.pause_state == PauseState.PAUSED_NEW and core.scheduler.has_unfinished_requests())
 
 
 def is_alone(core: Any) -> bool:
@@ -250,7 +328,7 @@ def _prepare_sleep(core: Any) -> None:
     def sleep_now(level: int = 1) -> Any:
         if level >= 2:
             forget(core)
-            core.deltawire_hold = SLEPT
+            core.deltawire_hold = getattr(core, "deltawire_hold", None) or SLEPT
         else:
             executor.collective_rpc(_stop_staging)
         return sleep(level)

@@ -111,13 +111,14 @@ def quarantine(core: Any, reason: str) -> list[Any]:
     reason
         Why the weights, or the results that they give, are wrong.
     """
-    from .engine_holds import is_alone
+    from .engine_holds import is_alone, stays_paused
 
     logger.error("deltawire: the server stays paused: %s", reason)
     core.deltawire_watch = None
     core.set_weight_version(QUARANTINED_LABEL)
     if is_alone(core):
+        by_others = stays_paused(core)
         core.pause_scheduler("abort", True)
-        core.deltawire_hold = reason
+        core.deltawire_hold, core.deltawire_paused_by_others = reason, by_others
     workers: list[Any] = core.model_executor.collective_rpc("deltawire_quarantine", None, (reason,))
     return workers

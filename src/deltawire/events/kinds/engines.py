@@ -78,7 +78,12 @@ KINDS = (
         "The server must load full checkpoints from a mirror, although none was asked for or no update needed one so far.",
         (f.REASON,),
     ),
-    EventKind("engine-held", "info", "The server waits for its first version, is asleep, or has weights in an unknown state.", (f.REASON,)),
+    EventKind(
+        "engine-held",
+        "info",
+        "The server waits for its first version, is asleep, was paused by somebody else, or has weights in an unknown state.",
+        (f.REASON,),
+    ),
     EventKind(
         "engine-failed",
         "warning",

@@ -111,12 +111,21 @@ class ServerReplica:
         return self._commit
 
     @property
+    def stays_paused(self) -> bool:
+        """Whether somebody else has paused the server."""
+        return self._server.stays_paused
+
+    @property
     def state(self) -> Mapping[str, NDArray[Any]]:
         return {} if self._mirror is None else self._mirror.state
 
     def forget(self) -> None:
         """Forget which version the server has, because it was restarted, or changed by another process."""
         self._commit = None
+
+    def look_again(self) -> None:
+        """Ask a server that somebody else has paused whether it still is."""
+        self._server.look_again()
 
     def quarantine(self, error: DecodingDiffers, *, for_good: bool) -> EngineQuarantined:
         """Let the server stay paused, because what it computes with its version is wrong. Returns the error to raise.
@@ -132,7 +141,7 @@ class ServerReplica:
         assert commit is not None
         self._routes.quarantine(reason)
         if not self._server.one_call:  # engines that work in step pause only together
-            self._routes.pause("abort", clear_cache=True)
+            self._server.stop()
         self._commit, self._refused, self._remedy = None, commit if for_good else None, error.hint
         self._report(QUARANTINED, None, reason)
         return self.controller.quarantine(Version.of(commit), reason)
@@ -434,8 +443,12 @@ class ServerReplica:
         return self._mirror
 
     def _tell_hold(self, workers: Sequence[WorkerStatus]) -> None:
-        """Emit an event if the server is held or asleep, once for each reason."""
-        found = [worker.get("held") or ("it is asleep" if worker.get("asleep") else None) for worker in workers]
+        """Emit an event if the server is held, asleep or paused by somebody else, once for each reason."""
+        paused = "somebody else has paused it"
+        found = [
+            worker.get("held") or ("it is asleep" if worker.get("asleep") else paused if worker.get("paused_by_others") else None)
+            for worker in workers
+        ]
         reason = next(filter(None, found), None)
         if reason is not None and reason != self._told_hold:
             emit(self._on_event, "engine-held", reason=str(reason))

@@ -45,7 +45,10 @@ class PausableServer:
         self.one_call = False
         """True if swaps are made in one call."""
         self.must_resume = True
-        """True if the server needs a request to resume. A swap in one call leaves it running, or paused as it was before."""
+        """True if the server needs a request to resume."""
+        self.stays_paused = False
+        """True if somebody else has paused the server, who will resume it."""
+        self._tells_pauses = False
         self._grants_leases = False
         self.is_held = False
         """True if the server waits for its first version, so that only a swap may resume it."""
@@ -57,18 +60,48 @@ class PausableServer:
         self.one_call = self._may_call_once and all(worker.get("one_call", False) for worker in workers)
         self.is_held = any(worker.get("held") for worker in workers)
         self._grants_leases = all("held" in worker for worker in workers)
+        self.note_pause(workers)
         if any(worker.get("asleep", False) for worker in workers):
             raise EngineAsleep("the server is asleep, so its weights cannot be changed.")
 
+    def note_pause(self, workers: Sequence[WorkerStatus]) -> None:
+        """Take from the status of the workers whether the server needs a request to resume."""
+        self._tells_pauses = all("paused_by_others" in worker for worker in workers)
+        self.stays_paused = any(worker.get("paused_by_others", False) for worker in workers)
+        self.must_resume = any(worker.get("paused", True) for worker in workers) and not self.stays_paused
+
+    def note_swap(self, *, is_running: bool) -> None:
+        """Take from the answer to a swap in one call, which was made, whether the server needs a request to resume.
+
+        Parameters
+        ----------
+        is_running
+            True if the server generates. Otherwise somebody else has paused it, or a server with an older plugin is paused as before.
+        """
+        self.is_held, self.stays_paused = False, self._tells_pauses and not is_running
+        self.must_resume = not is_running and not self.stays_paused
+
+    def look_again(self) -> None:
+        """Ask a server that somebody else has paused whether it still is."""
+        self.stays_paused = self.stays_paused and self.routes.is_paused()
+
+    def stop(self) -> None:
+        """Pause the server, and end its requests, until a swap is made."""
+        if self._grants_leases:
+            self.routes.lease(_LEASE_SECONDS)
+        self.routes.pause("abort", clear_cache=True)
+
     def pause(self, kv_cache: KvCache) -> None:
-        self.kv_cache, self.must_resume = kv_cache, not self.one_call
+        self.kv_cache = kv_cache
         takes_lease = self._grants_leases and not self.one_call
-        if takes_lease and self._mode != "wait":
+        if not self.one_call:
+            self.must_resume = not self.stays_paused
+        if takes_lease and (self._mode != "wait" or self._tells_pauses):  # with an older plugin, it would end while requests are finished
             self.routes.lease(_LEASE_SECONDS)
         self._requests_before = self.routes.requests
         if not self.one_call:
             self.routes.pause(self._mode, clear_cache=kv_cache is KvCache.DROP)
-        if takes_lease and self._mode == "wait":  # requests may take longer than the lease to end
+        if takes_lease and self._mode == "wait":  # the requests took a part of the lease
             self.routes.lease(_LEASE_SECONDS)
 
     def resume(self) -> None:
@@ -140,7 +173,7 @@ class OneCallUpdate(ServerUpdate):
             return
         self.workers, self.failure = self.answer.workers, self.answer.error
         if self.answer.outcome == "made":
-            self._server.must_resume, self._server.is_held = not self.answer.running, False
+            self._server.note_swap(is_running=self.answer.running)
         elif self.answer.outcome == "asleep":
             raise EngineAsleep("the server is asleep, so its weights cannot be changed.")
         elif self.answer.outcome == "refused":
@@ -167,7 +200,7 @@ class OneCallUpdate(ServerUpdate):
 
     def _ask(self) -> None:
         self.workers = self._routes.status()
-        self._server.must_resume = any(worker.get("paused", True) for worker in self.workers)
+        self._server.note_pause(self.workers)
 
 
 class RoutesUpdate(ServerUpdate):

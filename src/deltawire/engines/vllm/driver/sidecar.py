@@ -206,6 +206,7 @@ class Sidecar:
             if self.served is None and not self._replica.restore():  # a restarted server gets the version in the mirror
                 raise
         self._replica.controller.ensure_running()
+        self._replica.look_again()
         self._check_canary()
         served = self.served
         if served is None or served == self._reported:
@@ -225,6 +226,8 @@ class Sidecar:
         served = self.served
         if served is None or self._replica.controller.state in (SwapState.HALTED, SwapState.QUARANTINED):
             return False, {"reason": self._problem or "the server has no version of the chain yet."}
+        if self._replica.stays_paused:
+            return False, {"reason": "somebody else has paused the server: POST /resume ends this."}
         return True, {"seq": served.seq, "updates": served.updates}
 
     def close(self) -> None:
