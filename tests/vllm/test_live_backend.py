@@ -23,6 +23,7 @@ from deltawire.store import open_store
 from deltawire.subscribe.delta_spool import DeltaSpool
 from deltawire.subscribe.sync_context import SyncContext
 from deltawire.subscribe.tensor_table import TensorSpec, read_tensor_table, write_table
+from deltawire.warnings import LayoutChanged
 
 pytestmark = pytest.mark.slow
 
@@ -415,6 +416,36 @@ def test_a_chain_that_does_not_fit_the_model_is_refused_before_anything_is_loade
         status = backend.learn(str(right.spool.table_path))
         assert (status["live"], status["misfit"]) == (True, None), status["why_not"]
         assert backend.adopt(right.ref(0).plain())["seq"] == right.commits[0].seq
+    backend.shutdown()
+
+
+def test_a_version_that_lacks_a_tensor_is_refused_and_the_next_whole_one_is_taken(tmp_path: Path) -> None:
+    norm, lacks = "model.layers.0.input_layernorm.weight", [False, False, True, False, False]
+
+    def without_norm(state: State) -> State:
+        is_lacking = lacks.pop(0)
+        return {name: tensor for name, tensor in state.items() if name != norm or not is_lacking}
+
+    model, recipe = CASES["dense"]
+    with pytest.warns(LayoutChanged, match="removed|added"):
+        chain = Chain(tmp_path / "chain", model, recipe, versions=5, join=without_norm)
+    loaded = load_model(chain.checkpoints[0])
+    backend = start_backend(loaded, spool=str(tmp_path / "spool"), url=chain.url)
+    first, second, third, fourth, fifth = (commit.seq for commit in chain.commits)
+    with loaded.active():
+        assert backend.learn(str(chain.spool.table_path))["live"]
+        assert backend.adopt(chain.ref(0).plain())["seq"] == first
+        for anew in (False, True):
+            assert backend.swap(second, anew)["outcome"] == "made"
+            refused = backend.swap(third, anew)
+            assert (refused["outcome"], refused["seq"], refused["quarantined"]) == ("refused", second, False), refused
+            assert "lacks 1 of the tensors" in refused["misfit"]
+            assert norm in refused["error"]
+            assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[1]).model))
+        for number, seq in ((3, fourth), (4, fifth)):
+            answer = backend.swap(seq)
+            assert (answer["outcome"], answer["misfit"], answer["live"]) == ("made", None, True), answer
+            assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[number]).model))
     backend.shutdown()
 
 
