@@ -1,4 +1,4 @@
-"""Whoever reads answers of users from a vLLM server must have one of its keys, wherever the server has them from."""
+"""A vLLM server shows answers of users only to those who have one of its keys, wherever it has the keys from."""
 
 from __future__ import annotations
 
