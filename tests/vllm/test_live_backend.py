@@ -18,6 +18,7 @@ from deltawire import Subscriber
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.routes import Routes
 from deltawire.dtypes import dtype_named
+from deltawire.errors import EngineRefused
 from deltawire.format.records.record_parts import CommitRef
 from deltawire.store import open_store
 from deltawire.subscribe.delta_spool import DeltaSpool
@@ -416,6 +417,39 @@ def test_a_chain_that_does_not_fit_the_model_is_refused_before_anything_is_loade
         status = backend.learn(str(right.spool.table_path))
         assert (status["live"], status["misfit"]) == (True, None), status["why_not"]
         assert backend.adopt(right.ref(0).plain())["seq"] == right.commits[0].seq
+    backend.shutdown()
+
+
+class UnusableSpool:
+    def __init__(self, *_: object, **__: object) -> None:
+        raise OSError("no spool today")
+
+
+def test_settings_that_turn_out_to_be_unusable_leave_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(tmp_path, *CASES["dense"])
+    loaded = load_model(chain.checkpoints[0])
+    backend = start_backend(loaded, spool=str(chain.spool.folder))
+    from deltawire.engines.vllm import backend as backends
+
+    info = backends.InitInfo(spool=str(chain.spool.folder), url=chain.url)
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "FetchingSpool", UnusableSpool)
+        with pytest.raises(EngineRefused, match="no spool today"):
+            backend.init_transfer_engine(info)
+        patch.setattr(backends, "raises_for_all", lambda: False)  # as in all workers but the last one
+        for wrong in (info, backend.parse_init_info({"unknown": 1}), backends.InitInfo(spool=5)):  # type: ignore[arg-type]
+            backend.init_transfer_engine(wrong)
+            assert backend.status()["error"]
+            assert backend._info == backends.InitInfo(spool=str(chain.spool.folder))
+        backend.update_weights({"seq": "x"})
+        assert "seq must be" in backend.status()["error"]
+        backend.update_weights({"nothing": 0})
+    backend.init_transfer_engine(info)
+    assert backend._info == info
+    with loaded.active():
+        assert backend.learn(str(chain.spool.table_path))["live"]
+        assert backend.adopt(chain.ref(0).plain())["seq"] == chain.commits[0].seq
+        assert backend.swap(chain.put(1))["outcome"] == "made"
     backend.shutdown()
 
 
