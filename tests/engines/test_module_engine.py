@@ -383,6 +383,30 @@ def test_a_forward_pass_that_is_interrupted_has_ended(error: type[BaseException]
     assert logits(served) == logits(trainer)
 
 
+@pytest.mark.parametrize("has_version", [False, True])
+def test_a_tensor_whose_elements_share_memory_is_refused_and_nothing_is_changed(
+    has_version: bool, publisher: Publisher, follow: Follow
+) -> None:
+    class Expanded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = torch.nn.Parameter(torch.zeros(4, 6).t())  # no elements of it share memory
+            self.weight = torch.nn.Parameter(torch.ones(1, 4).expand(3, 4))
+
+    served = Expanded()
+    before = bits(served.state_dict())
+    ones = {name: tensor.detach().clone() for name, tensor in served.state_dict().items()}
+    publisher.publish(ones if has_version else {**ones, "weight": torch.arange(12.0).reshape(3, 4)})
+    swap = follow(served)
+    with pytest.raises(EngineRefused, match=r"elements of 'weight' share memory.*clone"):
+        swap.sync()
+    assert not swap.is_quarantined
+    assert bits(served.state_dict()) == before
+    served.weight = torch.nn.Parameter(served.weight.detach().clone())
+    swap.sync()
+    assert bits(served.state_dict()) == bits({**ones, "weight": served.weight.detach()})
+
+
 def test_a_module_has_its_own_forward_again_in_copies_and_after_the_engine() -> None:
     module = torch.nn.Linear(2, 2)
     inputs = torch.ones(1, 2)

@@ -483,6 +483,38 @@ def test_a_version_that_lacks_a_tensor_is_refused_and_the_next_whole_one_is_take
     backend.shutdown()
 
 
+def test_a_version_with_two_values_for_a_tied_tensor_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    embedding, kinds = "model.embed_tokens.weight", ["both", "tied", "other", "tied", "both"]
+
+    def with_output_layer(state: State) -> State:
+        kind = kinds.pop(0)
+        if kind == "tied":
+            return dict(state)
+        return {**state, "lm_head.weight": state[embedding] if kind == "both" else state[embedding][::-1].copy()}
+
+    with pytest.warns(LayoutChanged, match="removed|added"):
+        chain = Chain(tmp_path / "chain", TinyModel("tied", tied=True, layers=1), None, versions=5, join=with_output_layer)
+    loaded = load_model(chain.checkpoints[0])
+    backend = start_backend(loaded, spool=str(tmp_path / "spool"), url=chain.url)
+    first, before, other, tied, both = (commit.seq for commit in chain.commits)
+    with loaded.active():
+        for number, seq in ((0, first), (1, before)):
+            assert backend.swap(seq)["outcome"] == "made"
+            assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[number]).model))
+        held = memory(loaded.model)
+        for info in ({"url": chain.url}, {"mirror": mirrored(chain, tmp_path, 2)}):
+            backend.init_transfer_engine(type(backend._info)(spool=str(tmp_path / "spool"), **info))
+            refused = backend.swap(other, True)
+            assert (refused["outcome"], refused["seq"], refused["quarantined"]) == ("refused", before, False), refused
+            assert "are tied in the model, but differ in the chain" in refused["error"]
+            assert not difference(memory(loaded.model), held)
+        backend.init_transfer_engine(type(backend._info)(spool=str(tmp_path / "spool"), url=chain.url))
+        for number, seq in ((3, tied), (4, both)):
+            assert backend.swap(seq)["outcome"] == "made"
+            assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[number]).model))
+    backend.shutdown()
+
+
 def test_a_server_without_a_mirror_loads_checkpoints_from_the_store_and_fetches_deltas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
