@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -357,7 +360,86 @@ def test_it_follows_on_a_separate_thread(publisher: Publisher, follow: Follow) -
         swap.wait_for(seq=newest.seq + 1)
     assert bits(served.state_dict()) == bits(trainer.state_dict())
     assert swap.last_swap is not None
-    assert not served._forward_hooks
+    assert "forward" not in vars(served)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_forward_pass_that_is_interrupted_has_ended(error: type[BaseException], publisher: Publisher, follow: Follow) -> None:
+    trainer, served = qwen(0), qwen(1)
+    swap = follow(served, engine={"pause_timeout": 0})
+    layers = served.model.layers  # type: ignore[attr-defined]
+
+    def interrupt(*_: object) -> None:
+        raise error
+
+    hook = layers[0].register_forward_pre_hook(interrupt)
+    with pytest.raises(error):
+        logits(served)
+    hook.remove()
+    newest: Any = publisher.publish(trainer.state_dict())
+    swap.sync()
+    assert swap.version is not None
+    assert swap.version.seq == newest.seq
+    assert logits(served) == logits(trainer)
+
+
+@pytest.mark.parametrize("has_version", [False, True])
+def test_a_tensor_whose_elements_share_memory_is_refused_and_nothing_is_changed(
+    has_version: bool, publisher: Publisher, follow: Follow
+) -> None:
+    class Expanded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = torch.nn.Parameter(torch.zeros(4, 6).t())  # no elements of it share memory
+            self.weight = torch.nn.Parameter(torch.ones(1, 4).expand(3, 4))
+
+    served = Expanded()
+    before = bits(served.state_dict())
+    ones = {name: tensor.detach().clone() for name, tensor in served.state_dict().items()}
+    publisher.publish(ones if has_version else {**ones, "weight": torch.arange(12.0).reshape(3, 4)})
+    swap = follow(served)
+    with pytest.raises(EngineRefused, match=r"elements of 'weight' share memory.*clone"):
+        swap.sync()
+    assert not swap.is_quarantined
+    assert bits(served.state_dict()) == before
+    served.weight = torch.nn.Parameter(served.weight.detach().clone())
+    swap.sync()
+    assert bits(served.state_dict()) == bits({**ones, "weight": served.weight.detach()})
+
+
+def test_a_module_has_its_own_forward_again_in_copies_and_after_the_engine() -> None:
+    module = torch.nn.Linear(2, 2)
+    inputs = torch.ones(1, 2)
+    signature = inspect.signature(module.forward)
+    first, second = ModuleEngine(module), ModuleEngine(module)
+    assert inspect.signature(module.forward) == signature
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        with torch.no_grad():
+            copied.weight.zero_()
+        assert bits({"y": copied(inputs)}) == bits({"y": module.bias[None].detach()}) != bits({"y": module(inputs)})
+        first.pause(KvCache.KEEP)
+        copied(inputs)  # it waits for no swap of the other module
+        first.resume()
+    first.pause(KvCache.KEEP)
+    first.close()
+    second.close()
+    module(inputs)  # a module without an engine waits for nothing
+    second.close()
+
+
+def test_a_forward_that_another_library_has_set_is_called_and_comes_back() -> None:
+    module, calls = torch.nn.Linear(2, 2), []
+
+    def own(inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(inputs)
+        return inputs
+
+    module.forward = own
+    engine = ModuleEngine(module)
+    module(torch.ones(2))
+    assert len(calls) == 1
+    engine.close()
+    assert module.forward is own
 
 
 def test_an_error_that_ends_following_is_reported(store: MemoryStore, publisher: Publisher, follow: Follow) -> None:

@@ -22,7 +22,7 @@ from tiny_checkpoints import TinyModel, runtime_hashes
 from deltawire import Subscriber
 from deltawire.chain.log import ChainLog
 from deltawire.chain.reports import QUARANTINED, SERVING, read_reports
-from deltawire.engines.vllm.driver.routes import RouteFailed
+from deltawire.engines.vllm.driver.routes import RouteFailed, VllmRoutes
 from deltawire.engines.vllm.driver.sidecar import QUARANTINED_LABEL
 from deltawire.store import open_store
 from deltawire.store.memory import MemoryStore
@@ -193,6 +193,27 @@ def test_a_worker_that_is_killed_in_an_update_is_noticed_and_nothing_wrong_is_se
     assert again.routes.checksums() == runtime_hashes(run.state, 2)
 
 
+def refuse_wrong_values(routes: VllmRoutes, settings: dict[str, Any]) -> None:
+    """Check that wrong settings and arguments change nothing, and that no worker answers the next call with what belongs to another."""
+    checksums, before = routes.checksums(), routes.status()
+    wrong: list[dict[str, Any]] = [{"trusted_keys": ["nonsense"]}, {"spool": 5}, {"gpu_share": 0}, {"unknown": 1}]
+    for setting in wrong:
+        with pytest.raises(RouteFailed):
+            routes.initialise({**settings, **setting})
+        assert routes.checksums() == checksums, setting
+        told = routes.status()
+        assert [(worker["seq"], worker["live"], worker["initialised"]) for worker in told] == [
+            (worker["seq"], worker["live"], True) for worker in before
+        ], setting
+        assert all(worker["error"] for worker in told), setting
+    calls = [("prepare", "x"), ("prepare",), ("prepare", 1, 2), ("adopt", "x"), ("learn", 5), ("take_experts", 5)]
+    for method, *arguments in calls:
+        told = routes.call_workers(f"deltawire_{method}", *arguments)
+        assert [worker["outcome"] for worker in told] == ["refused", "refused"], method
+        assert all(method in worker["error"] for worker in told)
+        assert routes.checksums() == checksums
+
+
 def test_a_trainer_can_drive_the_routes_and_an_unavailable_version_changes_nothing(
     start_run: Callable, serve: Callable[..., LiveServer]
 ) -> None:
@@ -223,8 +244,13 @@ def test_a_trainer_can_drive_the_routes_and_an_unavailable_version_changes_nothi
     with pytest.raises(RouteFailed):
         routes.update(version.seq + 1)
     assert [worker["quarantined"] for worker in routes.settle()] == [False, False]
+    routes.start_update()
+    with pytest.raises(RouteFailed, match="seq must be"):
+        routes.update("x")  # type: ignore[arg-type]
+    assert [worker["quarantined"] for worker in routes.settle()] == [False, False]
     routes.resume()
     assert routes.checksums() == runtime_hashes(run.state, 2)
+    refuse_wrong_values(routes, {"spool": str(run.folder / "spool"), "url": run.store})
     version = run.publish()
     update(version.seq)
     assert routes.checksums() == runtime_hashes(run.state, 2)

@@ -18,11 +18,13 @@ from deltawire import Subscriber
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.routes import Routes
 from deltawire.dtypes import dtype_named
+from deltawire.errors import EngineRefused
 from deltawire.format.records.record_parts import CommitRef
 from deltawire.store import open_store
 from deltawire.subscribe.delta_spool import DeltaSpool
 from deltawire.subscribe.sync_context import SyncContext
 from deltawire.subscribe.tensor_table import TensorSpec, read_tensor_table, write_table
+from deltawire.warnings import LayoutChanged
 
 pytestmark = pytest.mark.slow
 
@@ -415,6 +417,101 @@ def test_a_chain_that_does_not_fit_the_model_is_refused_before_anything_is_loade
         status = backend.learn(str(right.spool.table_path))
         assert (status["live"], status["misfit"]) == (True, None), status["why_not"]
         assert backend.adopt(right.ref(0).plain())["seq"] == right.commits[0].seq
+    backend.shutdown()
+
+
+class UnusableSpool:
+    def __init__(self, *_: object, **__: object) -> None:
+        raise OSError("no spool today")
+
+
+def test_settings_that_turn_out_to_be_unusable_leave_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = Chain(tmp_path, *CASES["dense"])
+    loaded = load_model(chain.checkpoints[0])
+    backend = start_backend(loaded, spool=str(chain.spool.folder))
+    from deltawire.engines.vllm import backend as backends
+
+    info = backends.InitInfo(spool=str(chain.spool.folder), url=chain.url)
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "FetchingSpool", UnusableSpool)
+        with pytest.raises(EngineRefused, match="no spool today"):
+            backend.init_transfer_engine(info)
+        patch.setattr(backends, "raises_for_all", lambda: False)  # as in all workers but the last one
+        for wrong in (info, backend.parse_init_info({"unknown": 1}), backends.InitInfo(spool=5)):  # type: ignore[arg-type]
+            backend.init_transfer_engine(wrong)
+            assert backend.status()["error"]
+            assert backend._info == backends.InitInfo(spool=str(chain.spool.folder))
+        backend.update_weights({"seq": "x"})
+        assert "seq must be" in backend.status()["error"]
+        backend.update_weights({"nothing": 0})
+    backend.init_transfer_engine(info)
+    assert backend._info == info
+    with loaded.active():
+        assert backend.learn(str(chain.spool.table_path))["live"]
+        assert backend.adopt(chain.ref(0).plain())["seq"] == chain.commits[0].seq
+        assert backend.swap(chain.put(1))["outcome"] == "made"
+    backend.shutdown()
+
+
+def test_a_version_that_lacks_a_tensor_is_refused_and_the_next_whole_one_is_taken(tmp_path: Path) -> None:
+    norm, lacks = "model.layers.0.input_layernorm.weight", [False, False, True, False, False]
+
+    def without_norm(state: State) -> State:
+        is_lacking = lacks.pop(0)
+        return {name: tensor for name, tensor in state.items() if name != norm or not is_lacking}
+
+    model, recipe = CASES["dense"]
+    with pytest.warns(LayoutChanged, match="removed|added"):
+        chain = Chain(tmp_path / "chain", model, recipe, versions=5, join=without_norm)
+    loaded = load_model(chain.checkpoints[0])
+    backend = start_backend(loaded, spool=str(tmp_path / "spool"), url=chain.url)
+    first, second, third, fourth, fifth = (commit.seq for commit in chain.commits)
+    with loaded.active():
+        assert backend.learn(str(chain.spool.table_path))["live"]
+        assert backend.adopt(chain.ref(0).plain())["seq"] == first
+        for anew in (False, True):
+            assert backend.swap(second, anew)["outcome"] == "made"
+            refused = backend.swap(third, anew)
+            assert (refused["outcome"], refused["seq"], refused["quarantined"]) == ("refused", second, False), refused
+            assert "lacks 1 of the tensors" in refused["misfit"]
+            assert norm in refused["error"]
+            assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[1]).model))
+        for number, seq in ((3, fourth), (4, fifth)):
+            answer = backend.swap(seq)
+            assert (answer["outcome"], answer["misfit"], answer["live"]) == ("made", None, True), answer
+            assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[number]).model))
+    backend.shutdown()
+
+
+def test_a_version_with_two_values_for_a_tied_tensor_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    embedding, kinds = "model.embed_tokens.weight", ["both", "tied", "other", "tied", "both"]
+
+    def with_output_layer(state: State) -> State:
+        kind = kinds.pop(0)
+        if kind == "tied":
+            return dict(state)
+        return {**state, "lm_head.weight": state[embedding] if kind == "both" else state[embedding][::-1].copy()}
+
+    with pytest.warns(LayoutChanged, match="removed|added"):
+        chain = Chain(tmp_path / "chain", TinyModel("tied", tied=True, layers=1), None, versions=5, join=with_output_layer)
+    loaded = load_model(chain.checkpoints[0])
+    backend = start_backend(loaded, spool=str(tmp_path / "spool"), url=chain.url)
+    first, before, other, tied, both = (commit.seq for commit in chain.commits)
+    with loaded.active():
+        for number, seq in ((0, first), (1, before)):
+            assert backend.swap(seq)["outcome"] == "made"
+            assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[number]).model))
+        held = memory(loaded.model)
+        for info in ({"url": chain.url}, {"mirror": mirrored(chain, tmp_path, 2)}):
+            backend.init_transfer_engine(type(backend._info)(spool=str(tmp_path / "spool"), **info))
+            refused = backend.swap(other, True)
+            assert (refused["outcome"], refused["seq"], refused["quarantined"]) == ("refused", before, False), refused
+            assert "are tied in the model, but differ in the chain" in refused["error"]
+            assert not difference(memory(loaded.model), held)
+        backend.init_transfer_engine(type(backend._info)(spool=str(tmp_path / "spool"), url=chain.url))
+        for number, seq in ((3, tied), (4, both)):
+            assert backend.swap(seq)["outcome"] == "made"
+            assert not difference(memory(loaded.model), memory(load_model(chain.checkpoints[number]).model))
     backend.shutdown()
 
 

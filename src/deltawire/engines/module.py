@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..subscribe.memory_replica import MemoryReplica
@@ -14,7 +13,7 @@ from ..tensors.checkpoint_layout import CheckpointLayout
 from ..tensors.gpu_handover import synchronize_gpus
 from ..tensors.module_tensors import NameMap
 from .base import Engine, KvCache
-from .swap.forward_gate import ForwardGate
+from .swap.forward_gate import ForwardGate, GatedForward
 from .weights.host_copy import HostCopyWeights
 from .weights.in_place import InPlaceWeights
 from .weights.live_tensors import LiveTensors
@@ -90,10 +89,7 @@ class ModuleEngine(Engine):
         self._threads = threads
         self._undo_bytes = undo_bytes
         self._gate = ForwardGate()
-        self._hooks = [
-            module.register_forward_pre_hook(self._enter, prepend=True),
-            module.register_forward_hook(self._leave, always_call=True),
-        ]
+        self._forward = GatedForward(module, self._gate)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the live weights by the names of the module's checkpoints. A tied tensor appears under each of its names."""
@@ -122,28 +118,16 @@ class ModuleEngine(Engine):
     def resume(self) -> None:
         self._gate.open()
 
-    @contextlib.contextmanager
-    def forward_pass(self) -> Iterator[None]:
+    def forward_pass(self) -> contextlib.AbstractContextManager[None]:
         """Use this context for code that reads the weights without calling the module itself."""
-        self._gate.enter()
-        try:
-            yield
-        finally:
-            self._gate.leave()
+        return self._gate.forward_pass()
 
     def generation(self) -> contextlib.AbstractContextManager[None]:
         return self._gate.generation()
 
     def close(self) -> None:
-        """Remove the hooks from the module."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _enter(self, *_: object) -> None:
-        self._gate.enter()
-
-    def _leave(self, *_: object) -> None:
-        self._gate.leave()
+        """Let the module run without the engine, as before."""
+        self._forward.remove()
 
 
 def _codec_reaches(weights: list[torch.Tensor]) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -108,6 +108,29 @@ def read_headers(log: ChainLog, fetcher: Fetcher, anchor: Hop) -> TensorTable:
     if len(found) != most_tensors:
         raise DataDamaged(f"the checkpoint of {anchor.target.describe()} has {len(found):,} tensors, not {most_tensors:,}.")
     return dict(sorted(found.items()))
+
+
+def find_shards(context: SyncContext, anchor: Hop, names: Collection[str]) -> list[FileEntry]:
+    """Return the shards of a version that hold some of these tensors. Only headers are fetched. Raises the errors of `Fetcher.fetch`.
+
+    Parameters
+    ----------
+    context
+        The sync in which the route was found.
+    anchor
+        The first hop of a route from nothing, with its files (`Routes.find`).
+    names
+        The names of the tensors.
+    """
+    fetcher, collected = context.fetcher(), was_collected(context.log, anchor)
+
+    def has_some(entry: FileEntry) -> bool:
+        read = partial(read_header, context.log.store, entry, most_tensors=anchor.target.tensors)
+        return not fetcher.patiently(entry, collected, read).entries.keys().isdisjoint(names)
+
+    shards = [entry for entry in anchor.files if entry.name is not None and entry.name.endswith(".safetensors")]
+    with ThreadPoolExecutor(_STREAMS, thread_name_prefix="deltawire-fetch") as pool:
+        return [entry for entry, is_home in zip(shards, pool.map(has_some, shards), strict=True) if is_home]
 
 
 def _add_shard(found: dict[str, TensorSpec], entry: FileEntry, header: Header, most_tensors: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from ...errors import EngineUnavailable
 from ..base import KvCache
@@ -95,6 +97,15 @@ class ForwardGate:
         with self._changed:
             self._open()
 
+    @contextlib.contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Begin a forward pass, and end it with the context. Waits while the gate is closed."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
     def _open(self) -> None:
         self._closed = None
         self._changed.notify_all()
@@ -108,3 +119,50 @@ class ForwardGate:
     def _depth(self, kind: str) -> int:
         depth: int = getattr(self._of_thread, kind, 0)
         return depth
+
+
+class GatedForward:
+    """The method `forward` of a module, which passes a gate. It ends its pass after every exception, also after Ctrl-C.
+
+    torch's hooks would not do: torch does not call them after an exception that is no `Exception`. A copy of the module has the method that
+    was there before.
+
+    Parameters
+    ----------
+    module
+        The module.
+    gate
+        The gate.
+    """
+
+    def __init__(self, module: Any, gate: ForwardGate) -> None:
+        self._module = module
+        self._before: Callable[..., Any] = module.forward
+        self._was_own = "forward" in vars(module)
+        self._gate: ForwardGate | None = gate
+        functools.update_wrapper(self, self._before)
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward pass."""
+        if self._gate is None:
+            return self._before(*args, **kwargs)
+        with self._gate.forward_pass():
+            return self._before(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Give the module back the method that it had. Does nothing if that was done."""
+        self._gate = None  # other code may have wrapped this object
+        if vars(self._module).get("forward") is not self:
+            return
+        if self._was_own:
+            self._module.forward = self._before
+        else:
+            del self._module.forward
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Callable[..., Any]]]:
+        return _same, (self._before,)
+
+
+def _same(method: Callable[..., Any]) -> Callable[..., Any]:
+    return method

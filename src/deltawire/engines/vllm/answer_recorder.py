@@ -8,6 +8,7 @@ change. answer_table.py describes the routes that it adds.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
@@ -61,8 +62,7 @@ class AnswerRecorder:
 
     async def _tell(self, scope: _Scope, path: str, authorization: str | None, send: _Send) -> None:
         state = scope["app"].state
-        keys = [key for key in getattr(state.args, "api_key", None) or () if key]
-        if not has_key(authorization, keys):
+        if not has_key(authorization, _keys(state.args)):
             await _send(send, 401, b'{"error":"Unauthorized"}')
         elif path == ENGINE_ROUTE:
             await _send(send, 200, json.dumps(await _state(state)).encode())
@@ -70,6 +70,11 @@ class AnswerRecorder:
             await _send(send, 404, b'{"error":"this server keeps no answer with that id"}')
         else:
             await _send(send, 200, answer)
+
+
+def _keys(args: Any) -> list[str]:
+    """Return the keys of the server. As in vLLM, the variable VLLM_API_KEY counts if no key is on the command line."""
+    return [key for key in getattr(args, "api_key", None) or (os.environ.get("VLLM_API_KEY"),) if key]
 
 
 async def _state(state: Any) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from ...subscribe.delta_spool import DeltaSpool, default_spool
 from ...subscribe.fetching_spool import FetchingSpool
 from ...subscribe.mirror.locks import FileLock
 from . import OLDEST_VLLM, lost_wakeups
+from .checked_arguments import checked, find_wrong_setting, is_flag, is_list_of_text, is_mapping, is_number, is_text
 from .draft import tell_drafts
 from .expert_capture import capture_experts, take_experts
 from .live.cold_start import ColdStart
@@ -150,6 +151,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             if getattr(self.vllm_config, "speculative_config", None) is None:  # otherwise the worker has not told the draft yet
                 self._model.learn_early()
         self._error: str | None = None
+        self._wrong: str | None = None
+        """The error in the settings that vLLM has just parsed. None if there is none."""
         self._last: dict[str, float] = {}
         lost_wakeups.look_often()
         _add_rpc_methods()
@@ -158,23 +161,44 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Set where versions come from. The same settings again change nothing. The version of the weights stays."""
-        if init_info.confirm not in ("auto", "written", "everything"):
-            self._raise(EngineRefused, f'confirm must be "auto", "written" or "everything", not {init_info.confirm!r}')
-            return
-        if init_info.mirror is None and init_info.spool is None and init_info.url is None:
-            self._raise(EngineRefused, "name a spool, a URL or a mirror, where versions come from")
+        if wrong := self._wrong or find_wrong_setting(vars(init_info)):
+            self._wrong, self._error = None, wrong
+            self._raise(EngineRefused, "the settings were refused, and those before stay")
             return
         if init_info == self._info:
             return
-        self.shutdown()
-        self._start(init_info)
-        self._info = init_info
+        before = self._info
+        if failed_ranks(not self._restart(init_info)):
+            error = self._error or "another worker has failed"
+            if before is not None:
+                self._restart(before)
+            else:
+                self.shutdown()
+            self._error = error
+            self._raise(EngineRefused, "the settings cannot be used")
+
+    def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
+        """Return settings. An error is kept for `init_transfer_engine`, because here every worker would raise it."""
+        try:
+            info: InitInfo = super().parse_init_info(init_dict)
+        except (TypeError, ValueError) as error:
+            self._wrong, info = str(error), InitInfo()
+        return info
 
     def start_weight_update(self) -> None:
         """Do nothing: `update_weights` does all the work."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.receive_weights(self.parse_update_info(update_info))
+        try:
+            info = self.parse_update_info(update_info)
+            is_right = is_number(info.seq) and is_flag(info.anew)
+            self._error = None if is_right else f"seq must be the number of a commit, and anew true or false: {update_info!r:.80}"
+        except (TypeError, ValueError) as error:
+            self._error = str(error)
+        if self._error is not None:
+            self._raise(EngineRefused, "the update was refused: nothing was changed")
+            return
+        self.receive_weights(UpdateInfo(int(info.seq), bool(info.anew)))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -309,8 +333,20 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         """
         if self._updates is not None:
             self._updates.quarantine()
-        self._error = reason
+        self._error = str(reason)
         return self.status()
+
+    def refuse(self, reason: str) -> dict[str, Any]:
+        """Do nothing, because the arguments of a call were wrong. Returns the status, and the `outcome`.
+
+        Parameters
+        ----------
+        reason
+            What is wrong.
+        """
+        logger.error("deltawire: a call was refused: %s", reason)
+        self._error = reason
+        return {**self.status(), "outcome": "refused"}
 
     def status(self) -> dict[str, Any]:
         """Return the state of this worker, in JSON's types."""
@@ -349,6 +385,17 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         updates.wait()
         return cold_start.bring(seq, anew=anew)
 
+    def _restart(self, info: InitInfo) -> bool:
+        """Use these settings from now on, together with all other workers. Returns whether this worker can use them. Never raises."""
+        self.shutdown()
+        try:
+            self._start(info)
+        except Exception as error:
+            self._record(error)
+            return False
+        self._info = info
+        return True
+
     def _start(self, info: InitInfo) -> None:
         places, _ = share(info.spool or str(default_spool(info.url or info.mirror or "")))
         folder = Path(places[0])  # all workers of a host must have the same one
@@ -366,8 +413,6 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
     def _live_weights(self, info: InitInfo, spool: Path) -> LiveWeights:
         """Return the weights with new settings. Their layout and version stay."""
         threads = 1 if info.threads is None and self.device.type == "cpu" else info.threads
-        if not 0 < info.gpu_share <= 1:
-            raise EngineRefused(f"gpu_share must be above 0 and at most 1, not {info.gpu_share}.")
         pace = StagingPace(info.gpu_share, memory_bandwidth(self.device))
         if self._weights is not None:
             self._weights.set(confirm=_confirm(info), threads=threads, pace=pace, undo_bytes=info.undo_bytes)
@@ -459,14 +504,17 @@ def _add_rpc_methods() -> None:
     def deltawire_take_experts(worker: Any, names: list[str]) -> dict[str, Any]:
         return take_experts(worker, names)
 
+    def refuse(worker: Any, reason: str) -> dict[str, Any]:
+        return dict(worker.weight_transfer_engine.refuse(reason))
+
     if not hasattr(Worker, "deltawire_status"):
         tell_drafts(Worker)
-    Worker.deltawire_status = deltawire_status
-    Worker.deltawire_capture_experts = deltawire_capture_experts
-    Worker.deltawire_take_experts = deltawire_take_experts
-    Worker.deltawire_learn = deltawire_learn
-    Worker.deltawire_adopt = deltawire_adopt
-    Worker.deltawire_quarantine = deltawire_quarantine
-    Worker.deltawire_swap = deltawire_swap
-    Worker.deltawire_prepare = deltawire_prepare
-    Worker.deltawire_settle = deltawire_settle
+    Worker.deltawire_status = checked(deltawire_status, refuse)
+    Worker.deltawire_capture_experts = checked(deltawire_capture_experts, refuse)
+    Worker.deltawire_take_experts = checked(deltawire_take_experts, refuse, names=is_list_of_text)
+    Worker.deltawire_learn = checked(deltawire_learn, refuse, table=is_text)
+    Worker.deltawire_adopt = checked(deltawire_adopt, refuse, ref=is_mapping)
+    Worker.deltawire_quarantine = checked(deltawire_quarantine, refuse)
+    Worker.deltawire_swap = checked(deltawire_swap, refuse, seq=is_number, anew=is_flag)
+    Worker.deltawire_prepare = checked(deltawire_prepare, refuse, seq=is_number)
+    Worker.deltawire_settle = checked(deltawire_settle, refuse)

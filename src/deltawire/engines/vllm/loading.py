@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ...format.safetensors_header import Header
 from ...subscribe.delta_spool import DeltaSpool
 from ...subscribe.private_folder import retryable_error
 from ...subscribe.sync_context import SyncContext
+from ...subscribe.tensor_table import find_shards
 from ...tensors.torch_types import to_torch
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -128,6 +129,28 @@ def stream_anchor(hop: Hop, context: SyncContext, order: Sequence[str], *, spool
             raise
     if len(seen) != hop.target.tensors:
         raise DataDamaged(f"the checkpoint of {hop.target.describe()} has {len(seen):,} tensors, not {hop.target.tensors:,}.")
+
+
+def fetch_tensors(hop: Hop, context: SyncContext, names: Collection[str], *, spool: DeltaSpool) -> dict[str, torch.Tensor]:
+    """Return some tensors of a full checkpoint in the store. Only the shards that hold them are fetched.
+
+    Parameters
+    ----------
+    hop
+        The full checkpoint, as for `stream_anchor`.
+    context
+        The sync in which the route was found.
+    names
+        The names of the tensors.
+    spool
+        Holds the shards while they are fetched.
+    """
+    found: dict[str, torch.Tensor] = {}
+    with spool.loading():
+        for entry in find_shards(context, hop, names):
+            shard = _fetch(spool, hop, entry, context)
+            found |= {name: shard.tensor(name) for name in shard.header.entries.keys() & set(names)}
+    return found
 
 
 def _fetch(spool: DeltaSpool, hop: Hop, entry: FileEntry, context: SyncContext) -> _PrivateMap:

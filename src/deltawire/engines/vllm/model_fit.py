@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ...format.bundle_names import MAIN, split_name
 from ...format.records.record_parts import RecipeRecord
@@ -33,13 +33,25 @@ def find_misfit(table: TensorTable, loaded: TensorTable | None, rejected: Mappin
         has = None if loaded is None else loaded.get(name)
         if has is not None and _is_quantised(has) != _is_quantised(spec):
             wrong[name] = f"it is {spec.dtype.name}, and {has.dtype.name} in the checkpoint of the server"
-        elif name in rejected and has != spec and _is_about_names_or_shapes(rejected[name]):
+        elif name in rejected and has != spec and is_about_names_or_shapes(rejected[name]):
             wrong[name] = rejected[name][:_LONGEST_REASON]
     if not wrong:
         return None
     names = sorted(wrong, key=lambda name: (name not in rejected, name))
-    listed = ", ".join(map(repr, names[:_MOST_NAMED])) + (" and others" if len(names) > _MOST_NAMED else "")
-    return f"{len(wrong)} of its {len(table)} tensors do not fit: {listed} ({wrong[names[0]]})"
+    return f"{len(wrong)} of its {len(table)} tensors do not fit: {_listed(names)} ({wrong[names[0]]})"
+
+
+def describe_lacking(names: Sequence[str]) -> str | None:
+    """Return which tensors a chain lacks that the model takes from a checkpoint. None if it lacks none.
+
+    Parameters
+    ----------
+    names
+        The tensors that it lacks.
+    """
+    if not names:
+        return None
+    return f"it lacks {len(names)} of the tensors that the server was loaded with, which every version must have: {_listed(names)}"
 
 
 def describe_types(table: TensorTable, recipe: RecipeRecord | None) -> str:
@@ -74,10 +86,20 @@ def is_adapter(table: TensorTable) -> bool:
     return bool(names) and all(".lora_" in name or ".modules_to_save." in name for name in names)
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:_MOST_NAMED])) + (" and others" if len(names) > _MOST_NAMED else "")
+
+
 def _is_quantised(spec: TensorSpec) -> bool:
     return spec.dtype.width < _LEAST_WIDTH
 
 
-def _is_about_names_or_shapes(error: str) -> bool:
-    """Return whether a loader would raise this error for real values too. Some loaders only fail because values are missing."""
+def is_about_names_or_shapes(error: str) -> bool:
+    """Return whether a loader would raise this error for real values too. Some loaders only fail because values are missing.
+
+    Parameters
+    ----------
+    error
+        The error, as `find_misfit` takes it.
+    """
     return "meta tensor" not in error and not error.startswith("NotImplementedError")

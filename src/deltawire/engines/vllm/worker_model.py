@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from ...format.checkpoints.checkpoint import Checkpoint
 from ...subscribe.tensor_table import TensorSpec, TensorTable
 from . import loading
 from .draft import Draft, Modules, draft_of, load_both, main_bundle
+from .layout.lacking_tensors import find_lacking
 from .layout.learn_layout import DRAFT_PREFIX, learn_layout
 from .layout.model_layout import ModelLayout
 from .layout.types import ModuleRule, Scatter
-from .model_fit import find_misfit
+from .model_fit import describe_lacking, find_misfit
 from .modules.load_module import ModuleLoad
 from .modules.recompute import process_again, recompute
 
@@ -71,7 +72,7 @@ class WorkerModel:
     def learn_layout(self, table: TensorTable) -> ModelLayout:
         """Return where the model keeps each element of these tensors. Call it on the worker's main thread.
 
-        Raises `EngineModelDiffers` if the model cannot load them.
+        Raises `EngineModelDiffers` if the model cannot load them, or if it would keep values of other tensors.
 
         Parameters
         ----------
@@ -86,7 +87,7 @@ class WorkerModel:
         layout = learn_layout(
             self.model, self._vllm_config, table, draft=None if draft is None else draft.model, draft_bundle=bundle or MAIN
         )
-        if misfit := find_misfit(table, self._loaded_table(), layout.rejected):
+        if misfit := self._misfit(table, layout.rejected, before):
             self._table = before
             raise EngineModelDiffers(misfit)
         is_useful = any(tensor.kind != "module" for tensor in layout.tensors.values())
@@ -186,6 +187,12 @@ class WorkerModel:
             return None
         entries = {name: checkpoint.entry(name) for name in sorted(checkpoint)}
         return {name: TensorSpec(entry.dtype, entry.shape) for name, entry in entries.items()}
+
+    def _misfit(self, table: TensorTable, rejected: Mapping[str, str], before: TensorTable) -> str | None:
+        """Return why the model cannot hold the tensors of the chain. `before` has those that it had until now, if they are known."""
+        loaded = self._loaded_table()
+        wrong = find_misfit(table, loaded, rejected)
+        return wrong or describe_lacking(find_lacking(self.model, self._vllm_config, table, before if loaded is None else loaded))
 
     @property
     def _following(self) -> Draft | None:

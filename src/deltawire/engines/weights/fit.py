@@ -36,6 +36,7 @@ def check_fits(live: Mapping[str, torch.Tensor], arrays: Mapping[str, NDArray[An
     keep_others
         True to allow tensors in the chain that the module does not have.
     """
+    check_memory(live)
     tied = tied_names(live)
     for name, tensor in live.items():
         owner = tied.get(name, name)
@@ -50,6 +51,30 @@ def check_fits(live: Mapping[str, torch.Tensor], arrays: Mapping[str, NDArray[An
         raise EngineRefused(
             f"the chain has a tensor {min(others)!r}, which the module does not have ({len(others)} such tensors in all).", hint=OTHER_MODEL
         )
+
+
+def check_memory(live: Mapping[str, torch.Tensor]) -> None:
+    """Raise `EngineRefused` if elements of one tensor share memory: they cannot get different values.
+
+    Parameters
+    ----------
+    live
+        The module's tensors by the names of the chain.
+    """
+    for name, tensor in live.items():
+        if _overlaps_itself(tensor):
+            raise EngineRefused(
+                f"elements of {name!r} share memory with each other, as `expand` makes it.", hint="Give the module a copy of it: `clone()`."
+            )
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1):
+        if stride <= reach:
+            return bool(tensor.numel())
+        reach += stride * (size - 1)
+    return False
 
 
 def _check_kind(name: str, tensor: torch.Tensor, array: NDArray[Any]) -> None:

@@ -13,7 +13,7 @@ from ...format.digest import Digest
 from ...format.records.version_records import Commit
 from ...subscribe.sync_context import SyncContext
 from ...tensors.module_tensors import tied_names
-from .fit import check_fits
+from .fit import check_fits, check_memory
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ class LiveTensors:
     def find_version(self, target: Commit, context: SyncContext, digest_of: DigestOf) -> tuple[Commit, dict[str, torch.Tensor]] | None:
         """Find out whether the module holds `target`, or the version that it was loaded from. Then no full checkpoint is needed.
 
-        Returns the version and its tensors, or None if the module holds neither.
+        Returns the version and its tensors, or None if the module holds neither. Raises `EngineRefused` if it could not hold others.
         """
         candidates = [target]
         if self._loaded_seq is not None and self._loaded_seq < target.seq:
@@ -76,6 +76,7 @@ class LiveTensors:
             candidates += [] if known is None else [known]
         for naming in self._namings:
             for commit, tensors in _holding(naming(), candidates, digest_of):
+                check_memory(tensors)
                 self._naming = naming
                 return commit, tensors
         return None

@@ -397,7 +397,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         for parameter, copies in by_parameter.items():
             if not _may_overlap([copy.nest for _, copy in copies]):
                 continue
-            last = torch.full((_extent(parameter.meta),), -1, dtype=torch.int32)
+            last = torch.full((extent(parameter.meta),), -1, dtype=torch.int32)
             for number, (_, copy) in enumerate(copies):
                 copy.nest.view(last).fill_(number)
             for name, copy in copies:
@@ -453,7 +453,7 @@ def reach(nest: Nest) -> int:
     return sum((size - 1) * target for size, target in zip(nest.sizes, nest.targets, strict=True))
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
     """Return the number of elements of the storage that a tensor reaches."""
     if tensor.numel() == 0:
         return 0

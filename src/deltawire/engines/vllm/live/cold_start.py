@@ -9,11 +9,14 @@ rely on vLLM's own loading: its weights cannot be read back.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from ....chain.restore import Hop
 from ....errors import SpoolError
@@ -25,13 +28,18 @@ from ....subscribe.fetching_spool import KEPT_HOPS, FetchingSpool
 from ....subscribe.mirror.mirror import HeldSlot
 from ....subscribe.sync_context import SyncContext
 from ....subscribe.tensor_table import TensorSpec, TensorTable, read_tensor_table, write_table
-from ..loading import Tensors, module_order, stream_anchor, whole_tensors
+from ...weights.live_tensors import as_bits
+from ..loading import Tensors, fetch_tensors, module_order, stream_anchor, whole_tensors
 from ..ranks import failed_ranks, share
+from .direct_tensors import tied_tensors
 from .kept_bases import KeptBases
 from .live_updates import LiveUpdates
 from .update_types import SwapOutcome
 
 logger = logging.getLogger("vllm.deltawire")
+
+_Read = Callable[[Collection[str]], Mapping[str, torch.Tensor]]
+"""Returns tensors of a checkpoint by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +143,8 @@ class ColdStart:
             return SwapOutcome("refused", "; ".join(errors) or f"workers {failed} cannot read the mirror.")
         assert weights is not None
         assert table is not None
-        self._updates.learn_table(table)
-        if misfit := self._misfit():
-            return misfit
+        if refusal := self._learn(table, lambda names: dict(whole_tensors(weights, names))):
+            return refusal
         found = self._load_checkpoint(whole_tensors(weights, module_order(table)), held.record.ref, times)
         return SwapOutcome(found.outcome, found.error, times)
 
@@ -148,9 +155,9 @@ class ColdStart:
         if route is None or any(other != found[0] for other in found):
             return SwapOutcome("refused", "; ".join(errors) or "the workers have not found the same route.")
         if route.table is not None:
-            self._updates.learn_table(route.table)
-            if misfit := self._misfit():
-                return misfit
+            read = functools.partial(fetch_tensors, route.hops[0], route.context, spool=spool)
+            if refusal := self._learn(route.table, read):
+                return refusal
         if self._updates.why_not is not None and any(hop.base is not None for hop in route.hops):
             return SwapOutcome(
                 "refused", f"deltas cannot be applied to these weights, so only a mirror has the version: {self._updates.why_not}"
@@ -176,6 +183,36 @@ class ColdStart:
         if not failed:
             return None
         return SwapOutcome("refused", f"the chain does not fit the model: {reason or f'workers {failed} cannot load its tensors'}.")
+
+    def _learn(self, table: TensorTable, read: _Read) -> SwapOutcome | None:
+        """Learn the layout of a checkpoint's tensors. Returns a refusal if the model cannot hold the checkpoint. None if it can."""
+        weights = self._updates.weights
+        before, version = weights.table, weights.version
+        self._updates.learn_table(table)
+        if misfit := self._misfit():
+            return misfit
+        untied = self._untied(table, read)
+        if untied and before is not None:
+            self._updates.learn_table(before)
+            if version is not None:  # the weights are the same
+                weights.label(version)
+        return untied
+
+    def _untied(self, table: TensorTable, read: _Read) -> SwapOutcome | None:
+        """Return a refusal if a checkpoint has two values for one tensor of the model: the last one would win. None if there are none."""
+        layout = self._updates.weights.layout
+        pairs = {} if layout is None or layout.tensors.keys() != table.keys() else tied_tensors(layout.tensors)
+        pairs = {name: first for name, first in pairs.items() if table[name] == table[first]}
+        errors: list[str] = []
+        try:
+            found = read(sorted({*pairs, *pairs.values()})) if pairs else {}
+            for name, first in pairs.items():
+                if not torch.equal(as_bits(found[name]), as_bits(found[first])):
+                    errors.append(f"{name!r} and {first!r} are tied in the model, but differ in the chain.")
+        except Exception as error:
+            _note(error, errors)
+        failed = failed_ranks(bool(errors))
+        return SwapOutcome("refused", errors[0] if errors else f"workers {failed} cannot hold the checkpoint.") if failed else None
 
     def _find(self, spool: FetchingSpool, seq: int, anew: bool, errors: list[str]) -> _Route | None:
         """Find a route, and fetch what is not the checkpoint itself. Returns None after a failure."""
