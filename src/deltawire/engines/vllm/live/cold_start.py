@@ -199,7 +199,7 @@ class ColdStart:
         return untied
 
     def _untied(self, table: TensorTable, read: _Read) -> SwapOutcome | None:
-        """Return a refusal if a checkpoint has two values for one tensor of the model: the last one would win. None if there are none."""
+        """Return a refusal if a checkpoint has two values for one tensor of the model: the last one would win. None if it fits."""
         layout = self._updates.weights.layout
         pairs = {} if layout is None or layout.tensors.keys() != table.keys() else tied_tensors(layout.tensors)
         pairs = {name: first for name, first in pairs.items() if table[name] == table[first]}
