@@ -375,8 +375,8 @@ class RollbackDetected(ChainError):
     """
 
     hint = (
-        "The store's content was restored from a backup or replaced. Find out why; new training belongs at another URL. "
-        "To accept the new content, restart the reader (an engine, too), and give it a new mirror directory if it has one."
+        "The store's content was restored from a backup or replaced. Find out why. Publish new training at another URL. "
+        "To accept the new content, restart every reader and engine, and give each mirror a new directory."
     )
 
 
