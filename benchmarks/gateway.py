@@ -3,8 +3,9 @@
 The floor is the bare engine with the same client. One engine is a trivial ASGI server that answers at once and keeps what it "drew", so
 everything that is measured is the gateway's. The other is `deltawire serve` with a tiny model. All are separate processes of this machine.
 
-    python benchmarks/gateway.py --seconds 10     the time of each load
-    python benchmarks/gateway.py --minutes 60     one long load instead, with the gateway's memory over time
+    python benchmarks/gateway.py --seconds 10               the time of each load
+    python benchmarks/gateway.py --minutes 60               one long load instead, with the gateway's memory over time
+    python benchmarks/gateway.py --minutes 60 --rate 300    the same at 300 requests per second, evenly paced
 
 Both write their results to benchmarks/results/ and into docs/benchmarks.md, unless --no-keep is given.
 """
@@ -12,16 +13,18 @@ Both write their results to benchmarks/results/ and into docs/benchmarks.md, unl
 from __future__ import annotations
 
 import argparse
+import array
 import asyncio
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,8 @@ from deltawire.store.live_keys import INTERACTIONS
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes of servers: more threads only wait for each other
 _TOKENS = 32
+_CLIENTS = 16
+"""The clients of a long load."""
 _INTERVALS = 12
 """A long load is divided into this many parts, and memory is measured after each."""
 _WORDS = 64
@@ -117,6 +122,28 @@ def _process(run: Callable[..., None], *arguments: Any) -> Iterator[tuple[Any, s
         process.join()
 
 
+class _Pace:
+    """Tells the clients of one load together when to send: at once, or evenly paced."""
+
+    def __init__(self, rate: float | None, seconds: float) -> None:
+        self._rate = rate
+        self._given = 0
+        self._start = time.perf_counter()
+        self._end = self._start + seconds
+
+    async def wait(self) -> float | None:
+        """Wait until the next request is due, and return when that is. None says that the load has ended."""
+        if self._rate is None:
+            now = time.perf_counter()
+            return now if now <= self._end else None
+        due = self._start + self._given / self._rate
+        self._given += 1
+        if max(due, time.perf_counter()) > self._end:
+            return None
+        await asyncio.sleep(due - time.perf_counter())
+        return due
+
+
 class _Client:
     """A plain HTTP client over one connection, so that the client itself costs little."""
 
@@ -127,11 +154,10 @@ class _Client:
         self._request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         self._request += b"content-length: %d\r\n\r\n" % len(data) + data
 
-    async def run(self, until: Callable[[], bool], times: list[float], ids: list[str] | None = None) -> None:
+    async def run(self, pace: _Pace, times: MutableSequence[float], ids: list[str] | None = None) -> None:
         reader, writer = await asyncio.open_connection(self._host, self._port)
         try:
-            while not until():
-                start = time.perf_counter()
+            while (start := await pace.wait()) is not None:
                 writer.write(self._request)
                 head = await reader.readuntil(b"\r\n\r\n")
                 if not head.startswith(b"HTTP/1.1 200"):
@@ -150,24 +176,27 @@ class _Client:
             writer.close()
 
 
-def _load(url: str, clients: int, seconds: float, *, stream: bool = False, ids: list[str] | None = None) -> tuple[float, list[float]]:
-    """Return requests per second, and the seconds of each request. The first tenth is not counted."""
-    times: list[float] = []
+def _load(
+    url: str, clients: int, seconds: float, *, rate: float | None = None, stream: bool = False, ids: list[str] | None = None
+) -> tuple[float, Sequence[float]]:
+    """Return requests per second, and the seconds of each request from when it was due."""
+    times = array.array("d")
 
-    async def run() -> tuple[float, int]:
-        async def load(duration: float) -> None:
-            end = time.perf_counter() + duration
-            loops = [_Client(url, stream=stream).run(lambda: time.perf_counter() > end, times, ids) for _ in range(clients)]
-            await asyncio.gather(*loops)
+    async def run() -> float:
+        start, pace = time.perf_counter(), _Pace(rate, seconds)
+        await asyncio.gather(*(_Client(url, stream=stream).run(pace, times, ids) for _ in range(clients)))
+        return time.perf_counter() - start
 
-        await load(seconds / 10)
-        times.clear()
-        start = time.perf_counter()
-        await load(seconds)
-        return time.perf_counter() - start, len(times)
+    took = asyncio.run(run())
+    return len(times) / took, times
 
-    took, count = asyncio.run(run())
-    return count / took, times
+
+def _warm_load(
+    url: str, clients: int, seconds: float, *, stream: bool = False, ids: list[str] | None = None
+) -> tuple[float, Sequence[float]]:
+    """Return what `_load` returns, after a tenth of the load that is not counted."""
+    _load(url, clients, seconds / 10, stream=stream, ids=ids)
+    return _load(url, clients, seconds, stream=stream, ids=ids)
 
 
 def _publish(url: Path) -> str:
@@ -214,7 +243,7 @@ def _stored(store: Path) -> list[str]:
     return [one.id for file in files for one in file.interactions]
 
 
-def _ms(seconds: list[float], part: float) -> float:
+def _ms(seconds: Sequence[float], part: float) -> float:
     return 1e3 * float(np.quantile(seconds, part))
 
 
@@ -250,17 +279,20 @@ def measure(seconds: float = 10.0) -> Table:
     return table
 
 
-def measure_long(minutes: float = 60.0) -> Table:
+def measure_long(minutes: float = 60.0, rate: float | None = None) -> Table:
     """Load one gateway with 16 clients for a long time, and tell its memory at intervals.
 
     Parameters
     ----------
     minutes
         The time of the load.
+    rate
+        The requests per second of all clients together. By default each client sends its next request as soon as it has the answer.
     """
+    asked = f"{_CLIENTS} clients" if rate is None else f"{rate:g} requests/s of {_CLIENTS} clients"
     table = Table(
         "gateway-memory",
-        f"One gateway under 16 clients for {minutes:g} minutes, with the instant engine and recording on",
+        f"One gateway under {asked} for {minutes:g} minutes, with the instant engine and recording on",
         ["after", "answers", "requests/s", "p50 ms", "p99 ms", "memory of the gateway", "journal"],
     )
     loads, memory, answers = [os.getloadavg()[0]], [], 0
@@ -271,17 +303,15 @@ def measure_long(minutes: float = 60.0) -> Table:
             _wait_for_engine(url)
             table.rows.append(["0 min", "0", "", "", "", f"{_memory(process):.0f} MiB", ""])
             for number in range(1, _INTERVALS + 1):
-                ids: list[str] = []
-                rate, times = _load(url, 16, minutes * 60 / _INTERVALS / 1.1, ids=ids)  # a tenth more is not counted
-                answers += len(ids)
+                reached, times = _load(url, _CLIENTS, minutes * 60 / _INTERVALS, rate=rate)
+                answers += len(times)
                 loads.append(os.getloadavg()[0])
                 memory.append(_memory(process))
-                speed = [f"{rate:,.0f}", f"{_ms(times, 0.5):.1f}", f"{_ms(times, 0.99):.1f}"]
+                speed = [f"{reached:,.0f}", f"{_ms(times, 0.5):.1f}", f"{_ms(times, 0.99):.1f}"]
                 after = f"{minutes * number / _INTERVALS:.3g} min"
                 table.rows.append([after, f"{answers:,}", *speed, f"{memory[-1]:.0f} MiB", f"{_size(journal) / 1024:,.0f} KiB"])
-            for _ in range(600):
-                if (stored := _count(store)) >= answers:
-                    break
+            end = time.perf_counter() + 60
+            while (stored := _count(store)) < answers and time.perf_counter() < end:
                 time.sleep(0.1)
     table.check(f"every one of the {answers:,} acknowledged answers is in the store, and nothing else ({stored:,})", stored == answers)
     half = memory[_INTERVALS // 2 - 1]
@@ -289,15 +319,17 @@ def measure_long(minutes: float = 60.0) -> Table:
     table.notes.append(
         "The gateway remembers the ids of the newest 200,000 answers for feedback, about 300 bytes each, so memory grows first."
     )
+    if rate is not None:
+        table.notes.append("The time of a request counts from when it was due, so it includes waiting for a client that is free.")
     table.notes.append(_load_words(loads))
     return table
 
 
 def _compare(table: Table, name: str, engine: str, process: Any, url: str, clients: int, stream: bool, seconds: float) -> None:
-    bare, bare_times = _load(engine, clients, seconds, stream=stream)
+    bare, bare_times = _warm_load(engine, clients, seconds, stream=stream)
     ids: list[str] = []
     before = _processor_seconds(process)
-    rate, times = _load(url, clients, seconds, stream=stream, ids=ids)
+    rate, times = _warm_load(url, clients, seconds, stream=stream, ids=ids)
     spent = _processor_seconds(process) - before
     added = [_ms(times, part) - _ms(bare_times, part) for part in (0.5, 0.99)]
     row = [name, str(clients), "yes" if stream else "no", f"{bare:,.0f}", f"{rate:,.0f}", f"{rate / bare:.0%}"]
@@ -317,8 +349,8 @@ def _wait_for_engine(url: str) -> None:
 
 def _load_words(loads: list[float]) -> str:
     return (
-        f"While this was measured, {min(loads):.0f} to {max(loads):.0f} processes were ready to run on {os.cpu_count()} processors "
-        "(load averages of one minute, which include this benchmark)."
+        f"While this was measured, the load average of one minute was {min(loads):.1f} to {max(loads):.1f} on {os.cpu_count()} processors. "
+        "It counts all processes that run or could run, those of this benchmark too."
     )
 
 
@@ -345,9 +377,10 @@ def _kill(table: Table, store: Path, folder: str, label: str) -> None:
             _wait_for_engine(url)
 
             async def load() -> None:
+                forever = _Pace(None, math.inf)
                 timer = asyncio.get_running_loop().call_later(2.0, os.kill, process.pid, signal.SIGKILL)
                 with contextlib.suppress(OSError, EOFError):  # the gateway dies in the middle
-                    await asyncio.gather(*(_Client(url, stream=False).run(lambda: False, [], ids) for _ in range(16)))
+                    await asyncio.gather(*(_Client(url, stream=False).run(forever, array.array("d"), ids) for _ in range(16)))
                 timer.cancel()
 
             asyncio.run(load())
@@ -373,9 +406,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0, help="the time of each load")
     parser.add_argument("--minutes", type=float, help="measure memory under one load of this time instead")
+    parser.add_argument("--rate", type=float, help="with --minutes: requests per second of all clients together, evenly paced")
     parser.add_argument("--no-keep", action="store_true", help="write no results")
     arguments = parser.parse_args()
-    table = measure(arguments.seconds) if arguments.minutes is None else measure_long(arguments.minutes)
+    if arguments.rate is not None and (arguments.minutes is None or not arguments.rate > 0):
+        parser.error("--rate is a number above 0, and needs --minutes")
+    table = measure(arguments.seconds) if arguments.minutes is None else measure_long(arguments.minutes, arguments.rate)
     show(table)
     if not arguments.no_keep:
         keep(table)
