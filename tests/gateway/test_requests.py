@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import hashlib
 import json
+import random
 import socket
 import threading
 import tracemalloc
@@ -127,9 +128,29 @@ def test_only_what_callers_and_rules_allow_is_recorded(engine: str, store: Store
         assert [found[name].train for name in (names[0], names[1], names[3])] == [True, False, False]
         assert found[names[0]].text == ConversationText((Message("user", "… w1"),), "…")
         assert found[names[0]].tags == {"seen": "yes"}
-    with gateway(store, tmp_path, engine, share=0.0, consent=False) as scene:
-        name = scene.chat()[2]["x-deltawire-inference-id"]
-    assert name not in scene.ids()
+
+
+def test_without_consent_by_default_only_answers_whose_request_says_yes_are_trained_on(engine: str, store: Store, tmp_path: Path) -> None:
+    with gateway(store, tmp_path, engine, consent=False) as scene:
+        said = ({}, {"x-deltawire-consent": "no"}, {"x-deltawire-consent": "yes"})
+        names = [scene.chat(headers=headers)[2]["x-deltawire-inference-id"] for headers in said]
+        scene.wait_for(*names)
+        found = {one.id: one.train for file in scene.interactions() for one in file.interactions}
+    assert found == dict(zip(names, [False, False, True], strict=True))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_share_of_answers_that_is_asked_for_is_recorded(
+    share: float, engine: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltawire.gateway.recorder.random", random.Random(0))  # what it draws decides which answers are recorded
+    with gateway(store, tmp_path, engine, share=share) as scene:
+        names = [scene.chat()[2]["x-deltawire-inference-id"] for _ in range(40)]
+        draw = random.Random(0)
+        recorded = [name for name in names if draw.random() < share]
+        scene.wait_for(*recorded)
+    assert len(recorded) == {0.0: 0, 0.5: 15, 1.0: 40}[share]
+    assert sorted(scene.ids()) == sorted(recorded)
 
 
 JSON = st.recursive(
