@@ -149,6 +149,8 @@ def test_the_share_of_answers_that_is_asked_for_is_recorded(
         draw = random.Random(0)
         recorded = [name for name in names if draw.random() < share]
         scene.wait_for(*recorded)
+        said = {name: scene.post("/feedback", {"inference_id": name, "metric_name": "thumbs", "value": True})[0] for name in names}
+    assert said == {name: 200 if name in recorded else 404 for name in names}
     assert len(recorded) == {0.0: 0, 0.5: 15, 1.0: 40}[share]
     assert sorted(scene.ids()) == sorted(recorded)
 
