@@ -16,8 +16,11 @@ import pytest
 from member_nursery import LiveMember, MemberNursery, wait_until
 from small_run import TASKS, SmallRun
 
+from deltawire.chain.find import newest_version
+from deltawire.chain.log import ChainLog
 from deltawire.fleet.rules.scheduler import Scheduler
 from deltawire.format.records.member_records import Heartbeat
+from deltawire.publish.channels import ChannelWriter
 from deltawire.store import Store, fleet_keys, open_store
 
 LENGTH, HELD = ("--env", "rewards_for_tests:length"), ("--env", "rewards_for_tests:held")
@@ -168,6 +171,37 @@ def test_rewards_that_always_fail_end_the_member_with_the_reason(tmp_path: Path,
     assert "this task has no answer" in member.log()
     assert heartbeat(store, "unlucky").state == "left"
     run.close()
+
+
+def test_a_member_whose_channel_is_rolled_back_generates_with_the_old_version_again(
+    tmp_path: Path, store: Store, nursery: MemberNursery
+) -> None:
+    run = SmallRun(tmp_path, store, staleness=2)
+    log = ChainLog(store)
+    channel = ChannelWriter(log, "stable")
+
+    def train() -> set[int]:
+        """Train the next step, and return the commits of the versions that made its tokens. Nothing is offered ahead."""
+        run.open(run.step + 1)
+        batch = run.fleet.collect(run.step + 1, timeout=120.0)
+        run.take(batch)
+        return {span.seq for rollouts in batch.rollouts for made in rollouts.completions for span in made.spans}
+
+    first = run.versions[0].seq
+    channel.promote(newest_version(log))
+    member = nursery.start("follower", *source(store), *LENGTH, "--channel", "stable")
+    assert train() == {first}
+    second = run.versions[1].seq
+    channel.promote(newest_version(log))
+    member.wait_for("swapped", 2)
+    assert train() == {second}
+    channel.rollback()
+    member.wait_for("swapped", 3)
+    assert train() == {first}
+    assert [event["seq"] for event in member.events("swapped")] == [first, second, first]  # later versions were never on the channel
+    wait_until(lambda: heartbeat(store, "follower").seq == first, member.log)
+    run.check()  # also that the weights named in the results are those that were published
+    end(run, [member])
 
 
 def end(run: SmallRun, members: list[LiveMember]) -> None:
