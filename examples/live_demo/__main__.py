@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NoReturn
 
-from measure import curve, feedback_to_release, rollback_seconds
+from measure import CLOSED, OPEN, curve, feedback_to_release, parts, rollback_seconds
 from plots import Chart, Page
 from releases import LiveDemo, Plan, Story
 
@@ -59,6 +59,7 @@ def main() -> int:
     story = demo.run()
     results = {**results_of(story, plan.store), "seconds": time.monotonic() - started, "page": str(out / "report.html")}
     (out / "report.html").write_text(page(story, results).html())
+    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (out / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in story.events))
     if arguments.json:
         print(json.dumps(results))
@@ -77,9 +78,7 @@ def results_of(story: Story, store: Path) -> dict[str, Any]:
     assert story.crowd is not None
     reactions = story.crowd.reactions
     last = max((each.at for each in reactions), default=0.0) - _LAST
-    ends = {
-        name: [each.rating for each in reactions if each.at >= last and (each.channel == "open") == (name == "open")] for name in _LOOPS
-    }
+    ends = {name: [each.rating for each in reactions if each.at >= last and each.channel in channels] for name, channels in _LOOPS.items()}
     latencies = feedback_to_release(store)
     return {
         "answers": len(reactions),
@@ -87,14 +86,18 @@ def results_of(story: Story, store: Path) -> dict[str, Any]:
         "failures": story.failures[:5],
         "reward": {name: mean(values) if values else None for name, values in ends.items()},
         "promoted": len(story.moves("stable", "promote")),
+        "rolled_back": len(story.moves("canary", "rollback")),
         "damaged_rolled_back": story.was_rolled_back,
         "rollback_seconds": rollback_seconds(story),
         "feedback_to_release_seconds": median(seconds for _, seconds in latencies) if latencies else None,
         "releases": latencies,
+        "asked_seconds": max((each.at for each in reactions), default=story.began) - story.began,
+        "last_seconds": _LAST,
+        "parts": parts(story),
     }
 
 
-_LOOPS = ("closed", "open")
+_LOOPS = {"closed": CLOSED, "open": OPEN}
 
 
 def page(story: Story, results: dict[str, Any]) -> Page:
@@ -103,8 +106,8 @@ def page(story: Story, results: dict[str, Any]) -> Page:
     made = Page("RL from live traffic")
     made.add_text(summary(results))
     curves = {
-        "loop closed": curve(story.crowd.reactions, story.began, {"stable", "canary"}),
-        "loop open": curve(story.crowd.reactions, story.began, {"open"}),
+        "loop closed": curve(story.crowd.reactions, story.began, CLOSED),
+        "loop open": curve(story.crowd.reactions, story.began, OPEN),
     }
     decided = [each for each in story.events if each["event"] == "gate-decided"]
     marks = [(each["at"] - story.began, each["outcome"]) for each in decided]

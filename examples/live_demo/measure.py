@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 from releases import ENGINES, Story
 from users import Reaction
@@ -20,6 +21,9 @@ from deltawire.store import keys, live_keys
 from deltawire.store.fleet_keys import ROUNDS
 
 _BUCKET = 5.0
+_PART = 30.0
+CLOSED, OPEN = {"stable", "canary"}, {"open"}
+"""The channels whose users have the loop closed, and those with the loop open."""
 
 
 def curve(reactions: Iterable[Reaction], began: float, channels: set[str]) -> list[tuple[float, float]]:
@@ -29,6 +33,25 @@ def curve(reactions: Iterable[Reaction], began: float, channels: set[str]) -> li
         if each.channel in channels:
             buckets[int((each.at - began) / _BUCKET)].append(each.rating)
     return [(_BUCKET * (number + 0.5), mean(values)) for number, values in sorted(buckets.items())]
+
+
+def parts(story: Story) -> list[dict[str, Any]]:
+    """Return for each half minute: the answers, their mean rating with the loop closed and with it open, and what the gate decided."""
+    assert story.crowd is not None
+    ratings = defaultdict(list)
+    for each in story.crowd.reactions:
+        ratings[int((each.at - story.began) / _PART), each.channel in OPEN].append(each.rating)
+    decided = [each for each in story.events if each["event"] == "gate-decided"]
+    return [
+        {
+            "from_seconds": _PART * number,
+            "answers": len(ratings[number, False]) + len(ratings[number, True]),
+            "closed": mean(ratings[number, False]) if ratings[number, False] else None,
+            "open": mean(ratings[number, True]) if ratings[number, True] else None,
+            "decided": [each["outcome"] for each in decided if int((each["at"] - story.began) / _PART) == number],
+        }
+        for number in range(1 + max((number for number, _ in ratings), default=-1))
+    ]
 
 
 def rollback_seconds(story: Story) -> float | None:

@@ -59,6 +59,37 @@ def test_ratings_are_averaged_by_loop(load) -> None:  # type: ignore[no-untyped-
     assert measure.curve(reactions, 100.0, {"open"}) == [(2.5, 0.9)]
 
 
+def test_half_minutes_have_their_ratings_and_decisions(load) -> None:  # type: ignore[no-untyped-def]
+    releases, users, measure = load("releases"), load("users"), load("measure")
+    story = story_of(releases, slow=30.5)
+    story.crowd = users.Crowd("http://127.0.0.1")
+    given = [("stable", 1.0, 0.2), ("canary", 29.0, 0.4), ("open", 3.0, 0.1), ("stable", 61.0, 0.5)]
+    story.crowd.reactions += [users.Reaction(at, channel, "1", rating) for channel, at, rating in given]
+    assert measure.parts(story) == [
+        {"from_seconds": 0.0, "answers": 3, "closed": pytest.approx(0.3), "open": 0.1, "decided": ["promote"]},
+        {"from_seconds": 30.0, "answers": 0, "closed": None, "open": None, "decided": ["rollback"]},
+        {"from_seconds": 60.0, "answers": 1, "closed": 0.5, "open": None, "decided": []},
+    ]
+
+
+def test_results_become_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER.parents[1] / "benchmarks"))
+    tables_of = importlib.import_module("live_demo_table").tables_of
+    parts = [
+        {"from_seconds": 0.0, "answers": 1200, "closed": 0.5, "open": 0.4, "decided": ["promote", "rollback", "promote"]},
+        {"from_seconds": 30.0, "answers": 0, "closed": None, "open": None, "decided": []},
+    ]
+    results = {"answers": 1200, "failed": 0, "promoted": 2, "rolled_back": 1, "damaged_rolled_back": True, "parts": parts}
+    results |= {"reward": {"closed": 0.5, "open": 0.4}, "asked_seconds": 31.0, "last_seconds": 20.0}
+    results |= {"feedback_to_release_seconds": 12.34, "rollback_seconds": None}
+    figures, curve = tables_of(results)
+    assert [row[1] for row in figures.rows] == ["1,200", "0", "2", "1", "0.50", "0.40", "12.3 s", "–"]
+    assert [met for _, met in figures.checks] == [True, True, True]
+    assert curve.rows == [["0 s", "1,200", "0.50", "0.40", "2 promoted, 1 rolled back"], ["30 s", "0", "–", "–", ""]]
+    for change in ({"failed": 1}, {"damaged_rolled_back": False}, {"reward": {"closed": 0.4, "open": 0.4}}):
+        assert [met for _, met in tables_of(results | change)[0].checks].count(False) == 1
+
+
 def test_a_chart_is_well_formed(load) -> None:  # type: ignore[no-untyped-def]
     plots = load("plots")
     page = plots.Page("A <title>")
