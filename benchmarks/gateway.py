@@ -35,8 +35,8 @@ from deltawire import Publisher
 from deltawire.engines.answer_table import ANSWERS_ROUTE, ENGINE_ROUTE, RECORD_HEADER, REQUEST_ID, AnswerTable
 from deltawire.format.interactions import Interactions
 from deltawire.gateway import GatewayOptions, serve_gateway
-from deltawire.gateway.bodies import headers_of, send_bytes, send_json, send_start
-from deltawire.gateway.http_server import listen
+from deltawire.gateway.http.bodies import headers_of, send_bytes, send_json, send_start
+from deltawire.gateway.http.http_server import listen
 from deltawire.gateway.options import EngineAddress
 from deltawire.store import open_store
 from deltawire.store.live_keys import INTERACTIONS

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from deltawire.gateway import GatewayOptions, serve_gateway
-from deltawire.gateway.journal_log import JournalDisk
 from deltawire.gateway.options import EngineAddress
+from deltawire.gateway.recording.journal_log import JournalDisk
 from deltawire.store import open_store
 from deltawire.store.live_keys import LIVE
 from deltawire.store.wrapped import StoreCall, WrappedStore

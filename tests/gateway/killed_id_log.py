@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deltawire.gateway.id_log import IdLog, OwnId
+from deltawire.gateway.recording.id_log import IdLog, OwnId
 
 JOURNAL, SESSION, MOST, COUNT, STEP = sys.argv[1:]
 _numbers = itertools.count()

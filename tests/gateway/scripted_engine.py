@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from deltawire.engines.answer_table import ANSWERS_ROUTE, ENGINE_ROUTE, RECORD_HEADER, REQUEST_ID, AnswerTable
-from deltawire.gateway.bodies import headers_of, read_body, send_json, send_start, until_gone
-from deltawire.gateway.http_server import listen
+from deltawire.gateway.http.bodies import headers_of, read_body, send_json, send_start, until_gone
+from deltawire.gateway.http.http_server import listen
 
 ANSWER = "vier Worte als Antwort"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from deltawire.errors import KeyRefused
-from deltawire.gateway import api_keys
-from deltawire.gateway.api_keys import ApiKeys
+from deltawire.gateway.http import api_keys
+from deltawire.gateway.http.api_keys import ApiKeys
 
 KEYS = [f"key-{number}" for number in range(40)]
 WRONG = ["", "key-", "key-40", "key-0\n", "Key-0", hashlib.sha256(b"key-0").hexdigest(), "\xe9" * 9, "x" * 100_000]

@@ -15,11 +15,11 @@ from scripted_engine import ScriptedEngine
 from tiny_policy import TinyPolicy
 
 import deltawire.engines.answer_table as table_module
-import deltawire.gateway.answer_queues as module
+import deltawire.gateway.recording.answer_queues as module
 from deltawire.engines.answer_table import ANSWERS_ROUTE, MOST_LISTED, AnswerTable
-from deltawire.gateway.answer_queues import AnswerQueues, Told, Waiting
 from deltawire.gateway.engine_pool import EngineAnswer
-from deltawire.gateway.memory import MemoryBudget
+from deltawire.gateway.http.memory import MemoryBudget
+from deltawire.gateway.recording.answer_queues import AnswerQueues, Told, Waiting
 from deltawire.store import Store
 
 

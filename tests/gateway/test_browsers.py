@@ -22,8 +22,8 @@ from gateway_scene import Scene, ask, gateway, serving, stored_feedback
 from scripted_engine import ScriptedEngine
 from tiny_policy import TinyPolicy
 
+from deltawire.gateway.http.origins import check_origin
 from deltawire.gateway.options import EngineAddress, GatewayOptions
-from deltawire.gateway.origins import check_origin
 from deltawire.store import Store
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dashboard"))

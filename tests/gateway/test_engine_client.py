@@ -17,9 +17,9 @@ import pytest
 from gateway_scene import serving
 
 from deltawire.gateway import engine_client
-from deltawire.gateway.bodies import headers_of, read_body, send_start
 from deltawire.gateway.engine_client import EngineClient, NoAnswer
-from deltawire.gateway.http_server import listen
+from deltawire.gateway.http.bodies import headers_of, read_body, send_start
+from deltawire.gateway.http.http_server import listen
 
 BODY = bytes(range(256)) * (3 << 12)
 

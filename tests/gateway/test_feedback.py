@@ -19,9 +19,9 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import GatewayError, RequestMalformed
 from deltawire.format.live_parts import new_inference_id
 from deltawire.format.records.live_records import Metric, Metrics
-from deltawire.gateway.api_keys import Caller
-from deltawire.gateway.bodies import dump, parse_object
 from deltawire.gateway.feedback import read_feedback
+from deltawire.gateway.http.api_keys import Caller
+from deltawire.gateway.http.bodies import dump, parse_object
 from deltawire.gateway.otlp import read_results
 from deltawire.live import send_feedback
 from deltawire.store import Store, open_store

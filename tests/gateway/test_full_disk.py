@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import deltawire.gateway.journal as module
-import deltawire.gateway.journal_log as log_module
-from deltawire.gateway.journal import Journal, ended_sessions
-from deltawire.gateway.journal_log import JournalDisk
+import deltawire.gateway.recording.journal as module
+import deltawire.gateway.recording.journal_log as log_module
+from deltawire.gateway.recording.journal import Journal, ended_sessions
+from deltawire.gateway.recording.journal_log import JournalDisk
 
 SESSION = "g.0123456789abcdef"
 

@@ -15,17 +15,17 @@ from tiny_policy import TinyPolicy
 
 from deltawire.engines.answer_table import ENGINE_ROUTE
 from deltawire.errors import EngineLost
-from deltawire.gateway.api_keys import Caller
-from deltawire.gateway.bodies import headers_of, read_body, send_json, send_start
 from deltawire.gateway.engine_client import EngineClient
 from deltawire.gateway.engine_pool import EnginePool
-from deltawire.gateway.event_stream import MOST_EVENT, EventSplitter
-from deltawire.gateway.http_server import listen
-from deltawire.gateway.inline import _MOST_TOKENS, InlineAnswer
+from deltawire.gateway.http.api_keys import Caller
+from deltawire.gateway.http.bodies import headers_of, read_body, send_json, send_start
+from deltawire.gateway.http.event_stream import MOST_EVENT, EventSplitter
+from deltawire.gateway.http.http_server import listen
+from deltawire.gateway.http.requests import AskedFor
 from deltawire.gateway.options import EngineAddress, GatewayOptions
 from deltawire.gateway.proxy import Proxy
-from deltawire.gateway.recorder import MOST_COPY
-from deltawire.gateway.requests import AskedFor
+from deltawire.gateway.recording.inline_answers import _MOST_TOKENS, InlineAnswer
+from deltawire.gateway.recording.recorder import MOST_COPY
 from deltawire.store import Store
 
 ASKED = AskedFor("chat", {"stream": True}, Caller(), None, None, True)

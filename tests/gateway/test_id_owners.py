@@ -14,7 +14,7 @@ from tiny_policy import TinyPolicy
 
 from deltawire.format.records.live_records import Metric
 from deltawire.gateway import feedback as intake
-from deltawire.gateway.api_keys import Caller
+from deltawire.gateway.http.api_keys import Caller
 from deltawire.live import LiveTraffic
 from deltawire.store import Store
 

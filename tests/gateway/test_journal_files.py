@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import deltawire.gateway.journal as module
-from deltawire.gateway.journal import Journal, SealedFile, ended_sessions
-from deltawire.gateway.journal_log import JournalDisk
+import deltawire.gateway.recording.journal as module
+from deltawire.gateway.recording.journal import Journal, SealedFile, ended_sessions
+from deltawire.gateway.recording.journal_log import JournalDisk
 
 SESSION, NEXT = "g.0123456789abcdef", "g.fedcba9876543210"
 _CHANGES = ("write", "truncate", "sync", "rename", "unlink", "sync_folder")

@@ -19,7 +19,7 @@ from forked_python import ForkedPopen
 from gateway_scene import AwayStore, gateway, stored_feedback, stored_interactions, wait_until
 from tiny_policy import TinyPolicy
 
-from deltawire.gateway.journal import Journal, ended_sessions
+from deltawire.gateway.recording.journal import Journal, ended_sessions
 from deltawire.store import Store, open_store
 from deltawire.store.live_keys import INTERACTIONS
 
@@ -145,7 +145,7 @@ def test_a_session_in_use_is_not_taken_and_damaged_rows_end_a_log(tmp_path: Path
 
 
 def test_the_log_of_intents_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import deltawire.gateway.journal as module
+    import deltawire.gateway.recording.journal as module
 
     monkeypatch.setattr(module, "_COMPACT_BYTES", 1000)
     journal = Journal(tmp_path, "g.0123456789abcdef")

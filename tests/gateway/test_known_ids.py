@@ -17,9 +17,9 @@ from live_samples import INTERACTIONS, PLAIN, RUN, SESSION
 from scripted_engine import ScriptedEngine
 from tiny_policy import TinyPolicy
 
-import deltawire.gateway.id_log as module
-from deltawire.gateway.id_log import IdLog, OwnId
-from deltawire.gateway.known_ids import KnownIds
+import deltawire.gateway.recording.id_log as module
+from deltawire.gateway.recording.id_log import IdLog, OwnId
+from deltawire.gateway.recording.known_ids import KnownIds
 from deltawire.store import Store, open_store
 from deltawire.store.live_keys import INTERACTIONS as FILES
 from deltawire.store.live_keys import LiveKey, interactions_key

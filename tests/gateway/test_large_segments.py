@@ -11,8 +11,8 @@ from scripted_engine import ScriptedEngine
 from tiny_policy import TinyPolicy
 
 import deltawire.format.interactions as format_module
-import deltawire.gateway.journal as module
-from deltawire.gateway.uploads import Uploads
+import deltawire.gateway.recording.journal as module
+from deltawire.gateway.recording.uploads import Uploads
 from deltawire.store import Store
 from deltawire.store.live_keys import INTERACTIONS
 

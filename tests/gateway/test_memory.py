@@ -17,12 +17,12 @@ from scripted_engine import ScriptedEngine
 from tiny_policy import TinyPolicy
 
 from deltawire.errors import GatewayFull, RequestTooLarge
-from deltawire.gateway.api_keys import Caller
-from deltawire.gateway.bodies import parse_object
-from deltawire.gateway.event_stream import mapped_events
-from deltawire.gateway.inline import InlineAnswer
-from deltawire.gateway.memory import MemoryBudget, json_memory
-from deltawire.gateway.requests import AskedFor
+from deltawire.gateway.http.api_keys import Caller
+from deltawire.gateway.http.bodies import parse_object
+from deltawire.gateway.http.event_stream import mapped_events
+from deltawire.gateway.http.memory import MemoryBudget, json_memory
+from deltawire.gateway.http.requests import AskedFor
+from deltawire.gateway.recording.inline_answers import InlineAnswer
 from deltawire.store import Store, open_store
 from deltawire.store.live_keys import FEEDBACK
 

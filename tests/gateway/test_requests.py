@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 
 from deltawire.errors import GatewayError, RequestSlow, RequestTooLarge
 from deltawire.format.interactions import ConversationText, Message
-from deltawire.gateway.answer_text import read_answer
-from deltawire.gateway.answers import Unusable, row_of
-from deltawire.gateway.api_keys import ApiKeys, Caller
-from deltawire.gateway.bodies import parse_object, read_body
-from deltawire.gateway.http_server import listen
-from deltawire.gateway.requests import read_request
+from deltawire.gateway.http.api_keys import ApiKeys, Caller
+from deltawire.gateway.http.bodies import parse_object, read_body
+from deltawire.gateway.http.http_server import listen
+from deltawire.gateway.http.requests import read_request
+from deltawire.gateway.recording.answer_text import read_answer
+from deltawire.gateway.recording.answers import Unusable, row_of
 from deltawire.store import Store
 
 
@@ -204,7 +204,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: 127."])
 def test_a_connection_whose_head_does_not_come_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltawire.gateway.http_server.HEAD_SECONDS", 0.05)
+    monkeypatch.setattr("deltawire.gateway.http.http_server.HEAD_SECONDS", 0.05)
 
     def serve(*, stop: threading.Event, on_ready: Callable[[str], Any]) -> None:
         asyncio.run(listen(None, "127.0.0.1", 0, stop, on_ready))

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from deltawire.gateway.stoppable import Stoppable
+from deltawire.gateway.http.stoppable import Stoppable
 
 
 def test_work_that_is_stopped_ends_with_the_error_and_the_task_goes_on() -> None:

@@ -25,10 +25,10 @@ import pytest
 from deltawire.fleet.rules.live_owners import LiveOwners
 from deltawire.fleet.rules.live_tasks import LiveRow
 from deltawire.format.feedback import Feedback
-from deltawire.gateway import answers
 from deltawire.gateway.feedback import FeedbackIntake
-from deltawire.gateway.journal import Journal, SealedFile
-from deltawire.gateway.uploads import Uploads
+from deltawire.gateway.recording import answers
+from deltawire.gateway.recording.journal import Journal, SealedFile
+from deltawire.gateway.recording.uploads import Uploads
 from deltawire.live import gate as gate_module
 from deltawire.live.gate_records import GateRecords, StoredRecord
 from deltawire.live.gate_rules import Decision

@@ -11,8 +11,11 @@ from ..dashboard.host_names import accepts_host
 from ..errors import EngineLost, GatewayBusy, GatewayError, HostRefused, KeyRefused, RequestMalformed
 from ..events import OnEvent, emit
 from ..format.feedback import Feedback
-from .api_keys import ApiKeys, Caller
-from .bodies import (
+from .engine_client import NoAnswer
+from .engine_pool import EnginePool
+from .feedback import FeedbackIntake, derived_id, read_feedback
+from .http.api_keys import ApiKeys, Caller
+from .http.bodies import (
     CallerGone,
     Headers,
     Receive,
@@ -27,16 +30,13 @@ from .bodies import (
     send_json,
     until_gone,
 )
-from .engine_client import NoAnswer
-from .engine_pool import EnginePool
-from .feedback import FeedbackIntake, derived_id, read_feedback
-from .memory import MemoryBudget, Reservation
+from .http.memory import MemoryBudget, Reservation
+from .http.origins import Origins
+from .http.requests import ROUTES, read_request
+from .http.stoppable import Stoppable
 from .options import GatewayOptions
-from .origins import Origins
 from .otlp import EvaluationResult, read_results, response_body
 from .proxy import Proxy
-from .requests import ROUTES, read_request
-from .stoppable import Stoppable
 
 _MOST_FEEDBACK_BODY = 64 << 10
 _MOST_OTLP_BODY = 4 << 20

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from .stoppable import Stoppable
+from .http.stoppable import Stoppable
 
 _CONNECT_SECONDS = 10.0
 _SILENT_SECONDS = 3600.0

@@ -18,9 +18,9 @@ from ..engines.answer_table import ENGINE_ROUTE
 from ..errors import EngineLost, EnginesAway
 from ..events import OnEvent, emit
 from .engine_client import EngineClient
-from .memory import Reservation
+from .http.memory import Reservation
+from .http.stoppable import Stoppable
 from .options import EngineAddress
-from .stoppable import Stoppable
 
 _PROBE_SECONDS = 10.0
 """An engine that does not answer a probe within this time is away. A busy one answers late."""

@@ -31,10 +31,10 @@ from ..format.records.live_records import Metric
 from ..format.records.record_parts import READER
 from ..store.base import Store
 from ..store.live_keys import LiveKey, feedback_key
-from .api_keys import Caller
-from .known_ids import Known, KnownIds
-from .memory import Reservation
-from .requests import check_tags, read_id
+from .http.api_keys import Caller
+from .http.memory import Reservation
+from .http.requests import check_tags, read_id
+from .recording.known_ids import Known, KnownIds
 
 _FIELDS = {"inference_id", "episode_id", "metric_name", "value", "tags", "feedback_id", "revision", "dryrun", "caller"}
 _MOST_WAITING = 8192

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from ..engines.http_session import check_server_url
 from ..format.live_parts import GATEWAY_NAME
 from ..format.records.record_parts import READER
-from .origins import check_origin
+from .http.origins import check_origin
 
 Redact: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
 """Called with what would be recorded of an answer: "messages", "answer", "tags", "route", "model".

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import RequestMalformed
-from .bodies import parse_object
-from .memory import Reservation
+from .http.bodies import parse_object
+from .http.memory import Reservation
 
 EVENT = "gen_ai.evaluation.result"
 _MOST_EVENTS = 10_000
@@ -69,7 +69,7 @@ def read_results(body: bytes, kind: str, *, is_traces: bool, memory: Reservation
 def response_body(rejected: int, why: str, kind: str, *, is_traces: bool) -> bytes:
     """Return the answer for an exporter, which says how many results were refused, and why."""
     if "json" in kind:
-        from .bodies import dump
+        from .http.bodies import dump
 
         name = "rejectedSpans" if is_traces else "rejectedLogRecords"
         return dump({"partialSuccess": {name: str(rejected), "errorMessage": why}} if rejected else {})

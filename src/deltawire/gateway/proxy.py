@@ -15,16 +15,16 @@ from typing import Any
 from ..engines.answer_table import RECORD_HEADER, REQUEST_ID
 from ..errors import EngineLost, EnginesAway, GatewayError
 from ..events import OnEvent, emit
-from .bodies import Headers, Send, dump, error_body, send_bytes, send_start
 from .channel_watch import ChannelWatch
 from .engine_client import EngineResponse, NoAnswer
 from .engine_pool import EnginePool, PooledEngine, joined
-from .event_stream import mapped_events
-from .inline import InlineAnswer
-from .memory import Reservation, json_memory
+from .http.bodies import Headers, Send, dump, error_body, send_bytes, send_start
+from .http.event_stream import mapped_events
+from .http.memory import Reservation, json_memory
+from .http.requests import CHANNEL_HEADER, EPISODE_HEADER, ID_HEADER, VERSION_HEADER, AskedFor, with_own_fields
 from .options import GatewayOptions
-from .recorder import MOST_COPY, Recorder, Recording
-from .requests import CHANNEL_HEADER, EPISODE_HEADER, ID_HEADER, VERSION_HEADER, AskedFor, with_own_fields
+from .recording.inline_answers import InlineAnswer
+from .recording.recorder import MOST_COPY, Recorder, Recording
 
 _MOST_LOSSES = 3
 """A request that was being answered by this many engines when they were lost may itself be the reason."""

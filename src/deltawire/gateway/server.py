@@ -22,22 +22,22 @@ from ..format.live_parts import new_session
 from ..store.base import Store
 from ..store.locations import Location
 from ..subscribe.model_files import read_model_files
-from .api_keys import ApiKeys
 from .app import GatewayApp
 from .channel_watch import ChannelWatch
 from .engine_client import EngineClient
 from .engine_pool import EnginePool
 from .feedback import FeedbackIntake
-from .http_server import ENDING_SECONDS, listen
-from .id_log import IdLog
-from .journal import Journal, ended_sessions
-from .known_ids import KnownIds
-from .memory import MemoryBudget
+from .http.api_keys import ApiKeys
+from .http.http_server import ENDING_SECONDS, listen
+from .http.memory import MemoryBudget
 from .metrics_watch import MetricsWatch
 from .options import GatewayOptions
 from .proxy import Proxy
-from .recorder import Recorder
-from .uploads import Uploads
+from .recording.id_log import IdLog
+from .recording.journal import Journal, ended_sessions
+from .recording.known_ids import KnownIds
+from .recording.recorder import Recorder
+from .recording.uploads import Uploads
 
 
 def serve_gateway(

@@ -18,7 +18,7 @@ from ..chain.reader_options import ReaderOptions
 from ..engines.answer_table import ANSWERS_ROUTE, ENGINE_ROUTE, RECORD_HEADER, REQUEST_ID, AnswerTable
 from ..errors import EngineError, EnginesAway, GatewayError, RequestMalformed
 from ..events import OnEvent
-from ..gateway.bodies import (
+from ..gateway.http.bodies import (
     Headers,
     Receive,
     Scope,
@@ -33,8 +33,8 @@ from ..gateway.bodies import (
     send_start,
     until_gone,
 )
-from ..gateway.http_server import listen
-from ..gateway.requests import ROUTES
+from ..gateway.http.http_server import listen
+from ..gateway.http.requests import ROUTES
 from ..store.locations import Location
 from .batch_server import BatchServer, DrawnToken, WantedCompletion
 from .generation import TransformersGenerator

@@ -23,7 +23,7 @@ NAMES_KEYS = {
     "format/records/fleet_parts.py",
 }
 NUMBERS_OTHER_NAMES = {
-    "gateway/journal.py",  # files on the gateway's own disk
+    "gateway/recording/journal.py",  # files on the gateway's own disk
     "rl/checkpoints.py",  # files in a trainer's directory
 }
 

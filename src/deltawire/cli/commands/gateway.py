@@ -51,7 +51,7 @@ def check_engines(given: list[str]) -> list[str]:
 
 def check_origins(given: list[str] | None) -> list[str]:
     """Return the origins. A text that is not an origin is wrong usage."""
-    from ...gateway.origins import check_origin
+    from ...gateway.http.origins import check_origin
 
     try:
         return [check_origin(each) for each in given or ()]

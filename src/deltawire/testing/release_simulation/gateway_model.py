@@ -11,16 +11,16 @@ from ...chain.log import ChainLog
 from ...errors import DeltawireError
 from ...events import Event
 from ...format.feedback import Feedback
-from ...gateway.answers import Unusable, row_of
-from ...gateway.api_keys import Caller
 from ...gateway.channel_watch import ChannelWatch
 from ...gateway.feedback import FeedbackIntake, read_feedback
-from ...gateway.id_log import IdLog
-from ...gateway.journal import Journal, ended_sessions
-from ...gateway.journal_log import JournalDisk
-from ...gateway.known_ids import KnownIds
+from ...gateway.http.api_keys import Caller
 from ...gateway.metrics_watch import MetricsWatch
-from ...gateway.uploads import Uploads
+from ...gateway.recording.answers import Unusable, row_of
+from ...gateway.recording.id_log import IdLog
+from ...gateway.recording.journal import Journal, ended_sessions
+from ...gateway.recording.journal_log import JournalDisk
+from ...gateway.recording.known_ids import KnownIds
+from ...gateway.recording.uploads import Uploads
 from ..fleet_simulation.kernel import Kernel, Process
 from .blocking import VirtualStore, blocking_steps, sleep
 from .virtual_loop import VirtualLoop

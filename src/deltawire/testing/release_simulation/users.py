@@ -7,7 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from ...errors import DeltawireError
-from ...gateway.api_keys import Caller
+from ...gateway.http.api_keys import Caller
 from ..fleet_simulation.oracle import Violation
 from ..fleet_simulation.world import unexpected
 from .live_oracle import Answer

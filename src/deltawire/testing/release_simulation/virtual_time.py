@@ -8,7 +8,8 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from ...gateway import feedback, known_ids
+from ...gateway import feedback
+from ...gateway.recording import known_ids
 from ...publish import channels
 from ...store import create_rule
 from ..fleet_simulation.kernel import Kernel

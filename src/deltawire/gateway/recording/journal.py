@@ -32,8 +32,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from ..format.interactions import MAX_INTERACTIONS
-from ..format.live_parts import is_session
+from ...format.interactions import MAX_INTERACTIONS
+from ...format.live_parts import is_session
 from .journal_log import DONE, INTENT, RECORD, JournalDisk, RowLog, read_rows, write_all
 
 MOST_ROWS, MOST_ROW_BYTES = 512, 8 << 20

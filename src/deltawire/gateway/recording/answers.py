@@ -15,19 +15,19 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
-from ..chain.version import Version
-from ..engines.routed_experts import ModelRouters, read_captured_experts, read_vllm_experts
-from ..engines.vllm.driver.token_route import LabelledTokens, read_choice
-from ..errors import CorruptInteractions, EngineError
-from ..events import OnEvent
-from ..fleet.member_routing import join_routing
-from ..format.interactions import MAX_MESSAGES, MAX_TEXT, MAX_WORD, AnswerFacts, ConversationText, Interaction, Interactions, Message
-from ..format.records.canonical import Fields
-from ..format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
-from ..format.routing import RecordedExperts, RoutingLayout
+from ...chain.version import Version
+from ...engines.routed_experts import ModelRouters, read_captured_experts, read_vllm_experts
+from ...engines.vllm.driver.token_route import LabelledTokens, read_choice
+from ...errors import CorruptInteractions, EngineError
+from ...events import OnEvent
+from ...fleet.member_routing import join_routing
+from ...format.interactions import MAX_MESSAGES, MAX_TEXT, MAX_WORD, AnswerFacts, ConversationText, Interaction, Interactions, Message
+from ...format.records.canonical import Fields
+from ...format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
+from ...format.routing import RecordedExperts, RoutingLayout
+from ..http.requests import AskedFor
+from ..options import Redact
 from .answer_text import ChoiceText, read_answer, request_messages, tool_names
-from .options import Redact
-from .requests import AskedFor
 
 _SUFFIX = re.compile(r"-(\d{1,6})$")
 

@@ -15,9 +15,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..events import OnEvent
-from ..live.traffic_reader import TrafficReader
-from ..store.base import Store
+from ...events import OnEvent
+from ...live.traffic_reader import TrafficReader
+from ...store.base import Store
 from .id_log import IdLog, OwnId
 
 _SHORTEST = 7 * 86400.0

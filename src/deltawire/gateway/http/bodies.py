@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
-from ..errors import GatewayError, RequestMalformed, RequestSlow, RequestTooLarge
+from ...errors import GatewayError, RequestMalformed, RequestSlow, RequestTooLarge
 from .memory import MemoryBudget, Reservation, json_memory
 from .stoppable import Stoppable
 

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from ..engines.answer_table import ANSWERS_ROUTE, MOST_LISTED
-from ..errors import EngineLost, GatewayFull, RequestTooLarge
-from .engine_client import NoAnswer
-from .engine_pool import EnginePool
+from ...engines.answer_table import ANSWERS_ROUTE, MOST_LISTED
+from ...errors import EngineLost, GatewayFull, RequestTooLarge
+from ..engine_client import NoAnswer
+from ..engine_pool import EnginePool
+from ..http.memory import MemoryBudget, Reservation, json_memory
 from .journal import Journal
-from .memory import MemoryBudget, Reservation, json_memory
 
 _AT_ONCE = 4
 """This many requests for answers are sent to an engine at the same time."""

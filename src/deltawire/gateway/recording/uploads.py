@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..chain.log import ChainLog
-from ..chain.version import Version
-from ..errors import DeltawireError, LimitExceeded, StoreError, VersionUnknown
-from ..events import OnEvent, emit
-from ..format.interactions import Interactions
-from ..store.live_keys import INTERACTIONS, LiveKey, interactions_key, parse_interactions_key
+from ...chain.log import ChainLog
+from ...chain.version import Version
+from ...errors import DeltawireError, LimitExceeded, StoreError, VersionUnknown
+from ...events import OnEvent, emit
+from ...format.interactions import Interactions
+from ...store.live_keys import INTERACTIONS, LiveKey, interactions_key, parse_interactions_key
 from .answers import file_of
 from .journal import Journal, SealedFile
 

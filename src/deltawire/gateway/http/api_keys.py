@@ -7,8 +7,8 @@ import hmac
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import KeyRefused
-from ..format.records.record_parts import READER
+from ...errors import KeyRefused
+from ...format.records.record_parts import READER
 from .bodies import Headers
 
 _MOST_KEYS = 10_000

@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from ..engines.routed_experts import ModelRouters
-from ..events import OnEvent, emit
+from ...engines.routed_experts import ModelRouters
+from ...events import OnEvent, emit
+from ..engine_pool import EnginePool, PooledEngine
+from ..http.memory import MemoryBudget
+from ..http.requests import AskedFor
+from ..options import GatewayOptions
 from .answer_queues import AnswerQueues, Told, Waiting
 from .answers import Unusable, intent_of, row_of
-from .engine_pool import EnginePool, PooledEngine
-from .inline import InlineAnswer
+from .inline_answers import InlineAnswer
 from .journal import Journal
 from .known_ids import KnownIds
-from .memory import MemoryBudget
-from .options import GatewayOptions
-from .requests import AskedFor
 from .row_thread import RowThread
 from .uploads import Uploads
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-from ..errors import GatewayFull, RequestTooLarge
+from ...errors import GatewayFull, RequestTooLarge
 
 _PER_VALUE = 64
 """About the bytes that a value takes in memory: an empty list, or a number and its pointer in a list."""

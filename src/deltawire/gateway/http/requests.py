@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
-from ..errors import RequestMalformed
-from ..format.interactions import MAX_CHOICE
-from ..format.live_parts import ANY_ID, MAX_TAG_NAME, MAX_TAG_VALUE, MAX_TAGS, new_inference_id
+from ...errors import RequestMalformed
+from ...format.interactions import MAX_CHOICE
+from ...format.live_parts import ANY_ID, MAX_TAG_NAME, MAX_TAG_VALUE, MAX_TAGS, new_inference_id
 from .api_keys import Caller
 from .bodies import Headers, dump
 from .memory import MemoryBudget, Reservation, json_memory

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from ..dashboard.host_names import accepts_host
+from ...dashboard.host_names import accepts_host
 from .bodies import Headers, Receive, Scope, Send, headers_of, send_start
 from .requests import CHANNEL_HEADER, EPISODE_HEADER, ID_HEADER, VERSION_HEADER
 

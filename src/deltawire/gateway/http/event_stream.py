@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from ..errors import EngineLost
+from ...errors import EngineLost
 from .bodies import dump
 from .memory import Reservation, json_memory
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..format.interactions import AnswerFacts
-from .event_stream import EventSplitter, event_value
+from ...format.interactions import AnswerFacts
+from ..http.event_stream import EventSplitter, event_value
 
 _REFUSING = (
     "i can't",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .requests import AskedFor
+from ..http.requests import AskedFor
 
 _MOST_TOKENS = 1 << 21
 """The most tokens of an answer. A longer one is not recorded."""
