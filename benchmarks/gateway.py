@@ -98,7 +98,7 @@ def _instant(label: str, ready: Any) -> None:
 
 
 def _transformers(url: str, ready: Any) -> None:
-    from deltawire.rl.openai_server import serve_openai
+    from deltawire.rl.serving.openai_server import serve_openai
 
     serve_openai(url, on_ready=ready.send)
 

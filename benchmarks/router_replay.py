@@ -23,7 +23,7 @@ import torch
 import transformers
 from report import Table, keep, show
 
-from deltawire.rl.router_replay import RouterReplay
+from deltawire.rl.routing.router_replay import RouterReplay
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 512,

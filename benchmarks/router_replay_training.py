@@ -28,7 +28,7 @@ import transformers
 from quantised_rl import Run, Size, take_turns, task
 from report import RESULTS, Table, keep, show
 
-from deltawire.rl.router_replay import NO_EXPERT, RouterReplay
+from deltawire.rl.routing.router_replay import NO_EXPERT, RouterReplay
 
 SIZE = Size(256, 6, 4, 150, 24, 96, 2e-3, 4, 8, 16, 3e-5)
 EXPERTS, TOP_K, EXPERT_WIDTH = 128, 4, 176

@@ -97,7 +97,7 @@ def record(model: Any, ids: Any, windows: int) -> tuple[Any, Any, tuple[int, ...
     """Return tokens [windows, tokens] and their experts [windows, tokens, layers, top k], and the layers."""
     import torch
 
-    from deltawire.rl.router_replay import RouterReplay
+    from deltawire.rl.routing.router_replay import RouterReplay
 
     chance = np.random.default_rng(2)
     tokens = np.stack([ids[start : start + _WINDOW] for start in chance.integers(0, len(ids) - _WINDOW, windows)])
@@ -153,7 +153,7 @@ def add(table: Table, label: str, tokens: Any, experts: Any, count: int, layers:
 
 def recording_cost(model: Any, ids: Any, tokens: int) -> float:
     """Return how much longer generation takes with a recorder, in CPU time: the median of five ratios."""
-    from deltawire.rl.routing_recorder import RoutingRecorder
+    from deltawire.rl.routing.routing_recorder import RoutingRecorder
     from deltawire.rl.sampling import sample
 
     @contextlib.contextmanager

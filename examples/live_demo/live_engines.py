@@ -15,7 +15,7 @@ from child import tell, told_to_stop
 from deltawire import ReaderOptions
 from deltawire.errors import DeltawireError
 from deltawire.events import Event
-from deltawire.rl.openai_server import serve_openai
+from deltawire.rl.serving.openai_server import serve_openai
 
 POLL = 0.1
 

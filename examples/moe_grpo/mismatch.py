@@ -23,7 +23,7 @@ from deltawire.rl.batches import TrainingBatch, training_batch
 from deltawire.rl.generation import build_model
 from deltawire.rl.grpo import token_logprobs
 from deltawire.rl.mismatch import Mismatch, TokenMismatch
-from deltawire.rl.router_replay import RouterReplay
+from deltawire.rl.routing.router_replay import RouterReplay
 from deltawire.store import Store, open_store
 from deltawire.subscribe.model_files import read_model_files
 

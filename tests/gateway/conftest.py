@@ -35,7 +35,7 @@ def policy(tmp_path: Path, store: Store) -> Iterator[TinyPolicy]:
 @pytest.fixture
 def engine(policy: TinyPolicy, store: Store) -> Iterator[str]:
     """The address of a server with the real model."""
-    from deltawire.rl.openai_server import serve_openai
+    from deltawire.rl.serving.openai_server import serve_openai
 
     with serving(serve_openai, store, poll=0.02) as url:
         yield url

@@ -18,7 +18,7 @@ from tiny_policy import TinyPolicy
 from deltawire.chain.channels import channel_of
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.publish.channels import ChannelWriter
-from deltawire.rl.openai_server import serve_openai
+from deltawire.rl.serving.openai_server import serve_openai
 from deltawire.store import Store
 
 

@@ -12,7 +12,7 @@ from gateway_scene import Scene, gateway, serving
 from tiny_models import torch, transformers
 from tiny_policy import TinyPolicy
 
-from deltawire.rl.openai_server import serve_openai
+from deltawire.rl.serving.openai_server import serve_openai
 from deltawire.store import Store
 
 openai = pytest.importorskip("openai", reason="openai is not installed")

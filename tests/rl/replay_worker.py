@@ -14,7 +14,7 @@ from moe_models import another_routing, bits, moe_model, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from deltawire.rl.router_replay import RouterReplay
+from deltawire.rl.routing.router_replay import RouterReplay
 
 
 def run(rank: int, size: int, port: int, out: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deltawire.errors import UnusableRouting
-from deltawire.rl.router_export import experts_for_megatron, experts_for_skyrl, experts_for_verl
+from deltawire.rl.routing.router_export import experts_for_megatron, experts_for_skyrl, experts_for_verl
 
 FIRST = np.array([[[1, 2], [3, 4]], [[5, 6], [7, 0]], [[-1, -1], [-1, -1]]], np.int32)
 """Three tokens, two layers with routers, two experts per token. The last token has no record."""

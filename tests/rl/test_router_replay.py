@@ -10,7 +10,7 @@ import tiny_models
 from moe_models import CONFIGS, NAMED, another_routing, bits, gradients, moe_model, tokens
 
 from deltawire.errors import UnsupportedRouting, UnusableRouting
-from deltawire.rl.router_replay import ReplayCounts, RouterReplay, lay_out
+from deltawire.rl.routing.router_replay import ReplayCounts, RouterReplay, lay_out
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ from moe_models import another_routing, bits, moe_model, tokens
 from test_router_replay import recorded
 
 from deltawire.errors import UnusableRouting
-from deltawire.rl.router_replay import RouterReplay, lay_out
+from deltawire.rl.routing.router_replay import RouterReplay, lay_out
 
 torch = pytest.importorskip("torch")
 

@@ -19,8 +19,8 @@ from deltawire.fleet.generation import Generated
 from deltawire.format.records.trainer_records import Sampling
 from deltawire.format.routing import RoutingLayout
 from deltawire.rl.generation import open_recorder
-from deltawire.rl.router_replay import RouterReplay
-from deltawire.rl.routing_recorder import RoutingRecorder, layout_of_model
+from deltawire.rl.routing.router_replay import RouterReplay
+from deltawire.rl.routing.routing_recorder import RoutingRecorder, layout_of_model
 from deltawire.rl.sampling import sample
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22]]

@@ -17,7 +17,7 @@ from moe_models import another_routing, moe_model
 from tiny_models import bits, new_tokenizer, qwen, torch
 
 from deltawire.errors import UnsupportedRouting
-from deltawire.rl.router_replay import RouterReplay
+from deltawire.rl.routing.router_replay import RouterReplay
 
 for library in ("trl", "vllm", "datasets", "aiohttp"):
     if importlib.util.find_spec(library) is None:

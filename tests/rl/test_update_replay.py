@@ -16,7 +16,7 @@ from tiny_models import bits, torch
 
 from deltawire.errors import UnsupportedRouting, UnusableRouting
 from deltawire.format.rollouts import Completion, Rollouts
-from deltawire.rl.router_replay import RouterReplay
+from deltawire.rl.routing.router_replay import RouterReplay
 from deltawire.rl.settings import GrpoSettings
 from deltawire.rl.update import PolicyUpdate, Updated
 from deltawire.store.memory import MemoryStore

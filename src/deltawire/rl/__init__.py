@@ -2,6 +2,7 @@
 
 trainer        the GRPO trainer: open rounds, collect, train, publish
 settings       its settings
+live_steps     the part of live traffic in its rounds
 preflight      checks before a run begins: model files, rows, lengths
 batches        rollouts as tensors to train on
 grpo           the loss
@@ -18,10 +19,8 @@ ray_members    members as actors on a Ray cluster
 generation     completions from a transformers model that follows the chain
 sampling       drawing tokens while weights may change between two forward passes
 rewards        reward functions, by TRL's convention
-router_replay  recorded experts in place of those that an MoE model chooses
-router_weights how routers weight the experts that they chose
-trl_replay     replay in TRL's AsyncGRPO trainer
-router_export  recorded experts for other trainers
+routing/       recorded experts in place of those that an MoE model chooses
+serving/       a small OpenAI-compatible server
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from .rewards import load_reward
 
 if TYPE_CHECKING:
     from .grpo import GrpoLoss as GrpoLoss
-    from .router_replay import RouterReplay as RouterReplay
+    from .routing.router_replay import RouterReplay as RouterReplay
     from .settings import GrpoSettings as GrpoSettings
     from .trainer import GrpoTrainer as GrpoTrainer
 
 __all__ = ["GrpoLoss", "GrpoSettings", "GrpoTrainer", "RouterReplay", "load_reward"]
 
-_LATER = {"GrpoLoss": ".grpo", "GrpoSettings": ".settings", "GrpoTrainer": ".trainer", "RouterReplay": ".router_replay"}
+_LATER = {"GrpoLoss": ".grpo", "GrpoSettings": ".settings", "GrpoTrainer": ".trainer", "RouterReplay": ".routing.router_replay"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..fleet.rules.live_tasks import LIVE_MEMBER
 from ..format.rollouts import Completion, Rollouts
 from .grpo import group_advantages
-from .router_replay import lay_out
+from .routing.router_replay import lay_out
 
 
 @dataclass(frozen=True, slots=True)

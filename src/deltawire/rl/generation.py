@@ -24,7 +24,7 @@ from ..store import Store
 from ..subscribe.model_files import FollowedFiles, ModelFiles
 from ..tensors.checkpoint_layout import CheckpointLayout
 from ..tensors.torch_types import to_torch
-from .routing_recorder import RoutingRecorder
+from .routing.routing_recorder import RoutingRecorder
 from .sampling import ForwardPass, passes_of, sample
 
 

@@ -17,7 +17,7 @@ from ..publish.attachments.read_files import Attachments, read_attachments
 from ..store import Store
 from ..subscribe.model_files import ModelFiles, read_model_files
 from ..tensors.casting import Casting
-from .routing_recorder import layout_of_model
+from .routing.routing_recorder import layout_of_model
 
 _NAMED = 3
 """An error names at most this many rows."""

@@ -21,7 +21,7 @@ from ..errors import EngineUnavailable
 from ..fleet.generation import Generated, GeneratedSpan, Interrupted, Stop, never
 from ..format.records.trainer_records import Sampling
 from ..format.routing import MISSING, RecordedExperts, RoutingLayout
-from .routing_recorder import RoutingRecorder
+from .routing.routing_recorder import RoutingRecorder
 
 _AnyRow = TypeVar("_AnyRow")
 

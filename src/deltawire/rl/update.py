@@ -14,7 +14,7 @@ from ..format.rollouts import Rollouts
 from .batches import TrainingBatch, training_batch
 from .grpo import LossTerms, logprobs_and_entropy, token_logprobs
 from .mismatch import TokenMismatch
-from .router_replay import RouterReplay
+from .routing.router_replay import RouterReplay
 from .settings import GrpoSettings
 
 _MEASURED = ("loss", "clip_ratio", "truncated_ratio", "importance", "mismatch_kl")

@@ -43,7 +43,7 @@ def serve(
     """
     with exit_codes(json, one_line=True):
         from ...rl.member import pick_device
-        from ...rl.openai_server import serve_openai
+        from ...rl.serving.openai_server import serve_openai
 
         stop = threading.Event()
 

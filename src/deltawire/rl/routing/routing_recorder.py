@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from ..engines.routed_experts import routers_of
-from ..errors import UnsupportedRouting
-from ..format.routing import RoutingLayout
+from ...engines.routed_experts import routers_of
+from ...errors import UnsupportedRouting
+from ...format.routing import RoutingLayout
 from .router_replay import Recording, RouterReplay
 
 

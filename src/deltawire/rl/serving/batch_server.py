@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from ..chain.version import Version
-from ..errors import DeltawireError, EngineUnavailable
-from .sampling import Batch, ForwardPass, draw
+from ...chain.version import Version
+from ...errors import DeltawireError, EngineUnavailable
+from ..sampling import Batch, ForwardPass, draw
 
 
 @dataclass(frozen=True, slots=True)

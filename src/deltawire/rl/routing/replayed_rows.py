@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from ..errors import UnusableRouting
+from ...errors import UnusableRouting
 
 
 class ReplayedRows:

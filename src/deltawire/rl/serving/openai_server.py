@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
-from ..chain.reader_options import ReaderOptions
-from ..engines.answer_table import ANSWERS_ROUTE, ENGINE_ROUTE, RECORD_HEADER, REQUEST_ID, AnswerTable
-from ..errors import EngineError, EnginesAway, GatewayError, RequestMalformed
-from ..events import OnEvent
-from ..gateway.http.bodies import (
+from ...chain.reader_options import ReaderOptions
+from ...engines.answer_table import ANSWERS_ROUTE, ENGINE_ROUTE, RECORD_HEADER, REQUEST_ID, AnswerTable
+from ...errors import EngineError, EnginesAway, GatewayError, RequestMalformed
+from ...events import OnEvent
+from ...gateway.http.bodies import (
     Headers,
     Receive,
     Scope,
@@ -33,11 +33,11 @@ from ..gateway.http.bodies import (
     send_start,
     until_gone,
 )
-from ..gateway.http.http_server import listen
-from ..gateway.http.requests import ROUTES
-from ..store.locations import Location
+from ...gateway.http.http_server import listen
+from ...gateway.http.requests import ROUTES
+from ...store.locations import Location
+from ..generation import TransformersGenerator
 from .batch_server import BatchServer, DrawnToken, WantedCompletion
-from .generation import TransformersGenerator
 from .openai_shapes import Wanted, choice_body, logprobs_body, output_items, read_wanted, response_object, usage
 
 _MOST_BODY = 16 << 20

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UnusableRouting
+from ...errors import UnusableRouting
 
 
 class SkyRLExperts(TypedDict):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import UnsupportedRouting
+from ...errors import UnsupportedRouting
 
 _ROWS = 16
 """The number of random hidden states that a router is tried with."""

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..engines.routed_experts import ModelRouters, read_vllm_experts
-from ..errors import EngineError, EngineRefused, UnusableRouting
-from ..format.routing import RoutingLayout
+from ...engines.routed_experts import ModelRouters, read_vllm_experts
+from ...errors import EngineError, EngineRefused, UnusableRouting
+from ...format.routing import RoutingLayout
 from .router_replay import NO_EXPERT, RouterReplay
 
 _EXPERTS = "experts"

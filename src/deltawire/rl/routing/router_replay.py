@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import UnsupportedRouting, UnusableRouting
+from ...errors import UnsupportedRouting, UnusableRouting
 from .replayed_rows import Moment, ReplayedRows
 from .router_weights import Weighting, known_weighting
 
