@@ -26,9 +26,9 @@ from deltawire.errors import StoreUnavailable
 from deltawire.publish import AnchorPolicy, Publisher
 from deltawire.relay import data_copy
 from deltawire.store import Store, keys
+from deltawire.store.copies.sources import Sources
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
-from deltawire.store.sources import Sources
 from deltawire.store.wrapped import WrappedStore
 from deltawire.subscribe import Subscriber
 

@@ -70,7 +70,7 @@ def test_members_in_other_processes_get_the_limits():
 
 def test_a_command_opens_its_store_with_the_limits(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr("deltawire.store.locations.open_store", lambda url, **given: seen.append(given["options"]) or MemoryStore())
+    monkeypatch.setattr("deltawire.store.copies.locations.open_store", lambda url, **given: seen.append(given["options"]) or MemoryStore())
     for arguments in (["pull", "chain", str(tmp_path / "out")], ["follow", "chain", str(tmp_path / "mirror"), "--once"]):
         CliRunner().invoke(app, [*arguments, "--max-rate", "8Mbit", "--max-requests", "5"])
     assert seen == 2 * [StoreOptions(max_rate=1e6, max_requests=5)]

@@ -11,8 +11,8 @@ from ..format.records.record_parts import Limits
 from ..format.records.signing import public_keys
 from ..store import keys
 from ..store.base import Store, StoreOptions
-from ..store.locations import Location, open_sources
-from ..store.source_options import SourceOptions
+from ..store.copies.locations import Location, open_sources
+from ..store.copies.source_options import SourceOptions
 from .channels import ChannelReader
 from .log import ChainLog
 from .published_relays import published_relays

@@ -11,7 +11,7 @@ from ..chain.reader_options import ReaderOptions
 from ..chain.version import Version
 from ..errors import EngineUnavailable
 from ..events import OnEvent, emit
-from ..store.locations import Location
+from ..store.copies.locations import Location
 from ..subscribe import Subscriber
 from ..subscribe.follow import follow_chain
 from .base import Engine, KvCache

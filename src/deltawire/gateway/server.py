@@ -20,7 +20,7 @@ from ..errors import TelemetryUnavailable
 from ..events import OnEvent, emit, tell_all
 from ..format.live_parts import new_session
 from ..store.base import Store
-from ..store.locations import Location
+from ..store.copies.locations import Location
 from ..subscribe.model_files import read_model_files
 from .app import GatewayApp
 from .channel_watch import ChannelWatch

@@ -3,7 +3,7 @@
 A stream asks for an object, waits one round trip and the server's time, and receives it. The first object of each stream comes in the slow
 start of TCP: ten segments in the first round trip, and twice as many in each that follows, up to the stream's share of the rate. After that
 waiting or the rate bounds all streams together, whichever is slower. A reader that has not used the link yet also connects, and begins with
-few streams, whose number doubles in each round (`store.stream_ramp`). Two constants are fitted to measurements.
+few streams, whose number doubles in each round (`store.streams.stream_ramp`). Two constants are fitted to measurements.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import UnusablePlan
-from ..store.stream_gate import FIRST_STREAMS
-from ..store.stream_ramp import first_width
+from ..store.streams.stream_gate import FIRST_STREAMS
+from ..store.streams.stream_ramp import first_width
 from .quantities import checked, duration, rate
 
 PIECE_BYTES = 8 << 20

@@ -6,21 +6,22 @@ remote stores is imported only when one is opened.
 base           the interface, and options
 urls           from a URL to a store
 local          a directory, with temporary files in staging
+staging        temporary files of such a directory
 memory         the memory of this process
-remote         services behind obstore, with clients from providers and errors from remote_errors
+remote         services behind obstore
+providers      clients for each service
+remote_errors  errors of the client library, in our words
 retry          repetition of failed requests
-link_estimate  the measured link to a store
-rate_limit     bytes and requests per second that the user allows
-stream_gate    how many transfers run at the same time
-stream_ramp    how that number grows on a new link
-known_links    that number, for the next store at the same place
 wrapped        a store in front of another one
-sources        an origin and copies of it as one store, with what is known about each copy in copies
 probe          checks whether a store is suitable
 occupancy      what a location holds before it is used
-keys           keys of a chain; those of a fleet are in fleet_keys
+keys           keys of a chain
+fleet_keys     keys of a fleet
+live_keys      keys of live traffic
 requests       requests as values
 create_rule    how records are created although answers may be lost
+streams/       how much is transferred at the same time
+copies/        an origin and copies of it as one store
 """
 
 from __future__ import annotations

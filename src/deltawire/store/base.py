@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from ..errors import StoreError
 from ..format.content_hash import content_hash
-from .link_estimate import LinkEstimate
+from .streams.link_estimate import LinkEstimate
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Progress: TypeAlias = Callable[[int], None]

@@ -37,12 +37,12 @@ from .base import (
     failure,
     is_key,
 )
-from .known_links import KNOWN
-from .link_estimate import LinkEstimate
-from .rate_limit import RateLimit
 from .remote_errors import CLIENT_ERRORS, bucket_missing, creation_failed, translated
 from .retry import Retry
-from .stream_gate import FIRST_STREAMS, StreamGate, Transfer
+from .streams.known_links import KNOWN
+from .streams.link_estimate import LinkEstimate
+from .streams.rate_limit import RateLimit
+from .streams.stream_gate import FIRST_STREAMS, StreamGate, Transfer
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from .base import Buffer, ObjectInfo, Progress, Store
-from .link_estimate import LinkEstimate
+from .streams.link_estimate import LinkEstimate
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from ..events import OnEvent
 from ..format.records.record_parts import CommitRef
 from ..format.records.version_records import Commit
 from ..store import Store
-from ..store.locations import Location
+from ..store.copies.locations import Location
 from .chain_view import ChainView
 from .delta_spool import DeltaSpool
 from .host_cache import open_host_cache

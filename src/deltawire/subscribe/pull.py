@@ -20,7 +20,7 @@ from ..format.checkpoints.staged_output import StagedOutput
 from ..format.records.record_parts import holds_weights
 from ..format.records.version_records import Commit
 from ..store import Progress, Store
-from ..store.locations import Location
+from ..store.copies.locations import Location
 from ..store.occupancy import misplaced
 from ..tensors.state import state_digest
 from .chain_view import ChainView

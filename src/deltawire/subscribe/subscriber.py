@@ -24,7 +24,7 @@ from ..format.records.record_parts import FileEntry
 from ..format.records.run_records import Run
 from ..format.records.version_records import Commit
 from ..store import Store
-from ..store.locations import Location
+from ..store.copies.locations import Location
 from ..telemetry.trace_context import traced
 from .chain_view import ChainView
 from .files_ahead import FilesAhead

@@ -10,8 +10,8 @@ import pytest
 from deltawire import Publisher, Version
 from deltawire.fleet.member_link import MemberLink
 from deltawire.format.records.member_records import MAX_FAILURES, MAX_GOODPUT, MAX_MILLISECONDS, LinkReport
-from deltawire.store.link_estimate import LinkEstimate
 from deltawire.store.memory import MemoryStore
+from deltawire.store.streams.link_estimate import LinkEstimate
 
 
 class MeasuredStore(MemoryStore):

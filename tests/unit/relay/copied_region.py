@@ -12,9 +12,9 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.events import Event
 from deltawire.format.records.signing import SigningKey
 from deltawire.store import Store
+from deltawire.store.copies.source_options import SourceOptions
+from deltawire.store.copies.sources import Sources
 from deltawire.store.memory import MemoryStore
-from deltawire.store.source_options import SourceOptions
-from deltawire.store.sources import Sources
 from deltawire.store.wrapped import StoreCall, WrappedStore
 from deltawire.subscribe import Subscriber
 from deltawire.testing import FaultyStore

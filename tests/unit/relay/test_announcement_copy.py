@@ -14,8 +14,8 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.format.records.announcement_records import Announcement
 from deltawire.relay import announcement_copy
 from deltawire.store import keys
+from deltawire.store.copies.sources import Sources
 from deltawire.store.memory import MemoryStore
-from deltawire.store.sources import Sources
 from deltawire.subscribe import Subscriber
 from deltawire.testing import Before, FaultyStore, call
 

@@ -18,10 +18,10 @@ from deltawire.events import Event
 from deltawire.format.records.relay_records import PublishedRelay
 from deltawire.relay import Relay
 from deltawire.store import Store, keys
+from deltawire.store.copies.locations import open_sources
+from deltawire.store.copies.sources import Sources
 from deltawire.store.local import LocalStore
-from deltawire.store.locations import open_sources
 from deltawire.store.memory import MemoryStore
-from deltawire.store.sources import Sources
 from deltawire.subscribe import Subscriber
 from deltawire.testing import FaultyStore
 

@@ -16,7 +16,7 @@ from deltawire.format.records.run_records import Run
 from deltawire.relay.region_records import raise_floor, region_floor
 from deltawire.store import keys
 from deltawire.store.base import ObjectInfo
-from deltawire.store.copies import Copy
+from deltawire.store.copies.copy_state import Copy
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
 from deltawire.testing import FaultyStore

@@ -14,10 +14,10 @@ from deltawire.chain.maintenance.collect import collect
 from deltawire.errors import BadUrl, DataMissing, ObjectMissing
 from deltawire.store import keys
 from deltawire.store.base import ObjectInfo
-from deltawire.store.link_estimate import LinkEstimate
-from deltawire.store.locations import open_sources
+from deltawire.store.copies.locations import open_sources
+from deltawire.store.copies.sources import Sources
 from deltawire.store.memory import MemoryStore
-from deltawire.store.sources import Sources
+from deltawire.store.streams.link_estimate import LinkEstimate
 from deltawire.subscribe import Subscriber, pull
 from deltawire.testing import FaultyStore
 

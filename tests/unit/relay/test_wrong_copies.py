@@ -15,10 +15,10 @@ from toy_chain import ToyChain, first_state
 from deltawire.errors import ObjectMissing, StoreUnavailable
 from deltawire.store import Store, StoreOptions, keys
 from deltawire.store.base import ObjectInfo
-from deltawire.store.copies import Copy
-from deltawire.store.locations import open_sources
+from deltawire.store.copies.copy_state import Copy
+from deltawire.store.copies.locations import open_sources
+from deltawire.store.copies.sources import Sources
 from deltawire.store.memory import MemoryStore
-from deltawire.store.sources import Sources
 from deltawire.store.wrapped import WrappedStore
 from deltawire.testing import Before, FaultyStore, Reading, call
 
@@ -204,7 +204,7 @@ def test_a_listing_of_a_copy_that_does_not_end_is_not_used(is_slow: bool, monkey
                 region.clock.now += 1 if is_slow else 0
                 yield ObjectInfo(keys.anchor_key(number), 1, datetime.now(UTC))
 
-    monkeypatch.setattr("deltawire.store.sources._MOST_LISTED", 10**9 if is_slow else 1000)
+    monkeypatch.setattr("deltawire.store.copies.sources._MOST_LISTED", 10**9 if is_slow else 1000)
     region = Region(3)
     region.chain.add_anchor(2)
     region.relay()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deltawire.store.known_links import KnownLinks
+from deltawire.store.streams.known_links import KnownLinks
 
 
 def test_the_newest_widths_are_known_for_an_hour():

@@ -10,8 +10,8 @@ import obstore.store
 import pytest
 
 from deltawire.store import StoreOptions
-from deltawire.store.rate_limit import RateLimit
 from deltawire.store.remote import Clients, RemoteStore
+from deltawire.store.streams.rate_limit import RateLimit
 
 MIB = 1 << 20
 

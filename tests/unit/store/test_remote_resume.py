@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from deltawire.errors import StoreError, StoreUnavailable
 from deltawire.store import StoreOptions, open_store, remote
-from deltawire.store.known_links import KnownLinks
 from deltawire.store.remote import RemoteStore
+from deltawire.store.streams.known_links import KnownLinks
 
 PIECE = 256 * 1024
 DATA = random.Random(0).randbytes(3 * 1024 * 1024 + 17)

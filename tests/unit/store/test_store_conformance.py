@@ -9,10 +9,10 @@ import obstore.store
 import pytest
 
 from deltawire.store import Store, StoreOptions, open_store
+from deltawire.store.copies.sources import Sources
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
 from deltawire.store.remote import Clients, RemoteStore
-from deltawire.store.sources import Sources
 from deltawire.testing import Before, FaultyStore, StoreConformance, call
 
 

@@ -35,7 +35,7 @@ from ...gateway.http.bodies import (
 )
 from ...gateway.http.http_server import listen
 from ...gateway.http.requests import ROUTES
-from ...store.locations import Location
+from ...store.copies.locations import Location
 from ..generation import TransformersGenerator
 from .batch_server import BatchServer, DrawnToken, WantedCompletion
 from .openai_shapes import Wanted, choice_body, logprobs_body, output_items, read_wanted, response_object, usage

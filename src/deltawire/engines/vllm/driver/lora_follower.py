@@ -24,7 +24,7 @@ from ....errors import DeltawireError, EngineAsleep, EngineRefused, NoChain, NoC
 from ....events import OnEvent, emit
 from ....format.bundle_names import MAIN, BundleView, bundle_names, join_name
 from ....store import Store
-from ....store.locations import Location
+from ....store.copies.locations import Location
 from ....subscribe import Subscriber
 from ....subscribe.delta_spool import default_spool
 from ....subscribe.follow import pause as pace

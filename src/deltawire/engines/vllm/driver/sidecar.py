@@ -26,8 +26,8 @@ from ....chain.version import Version
 from ....errors import DecodingDiffers, DeltawireError, EngineError, EngineModelDiffers, NoChain, NoChannel, StoreError
 from ....events import Event, OnEvent, emit
 from ....store import Store
-from ....store.locations import Location
-from ....store.sources import Sources
+from ....store.copies.locations import Location
+from ....store.copies.sources import Sources
 from ....subscribe import Subscriber
 from ....subscribe.delta_spool import default_spool
 from ....subscribe.follow import pause as pace

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from ..errors import BadUrl, DeltawireError
-from ..events import OnEvent, emit
-from .base import Store, StoreOptions
+from ...errors import BadUrl, DeltawireError
+from ...events import OnEvent, emit
+from ..base import Store, StoreOptions
+from ..urls import open_store
 from .copy_choice import LOOK_EVERY
 from .source_options import SourceOptions
 from .sources import Sources
-from .urls import open_store
 
 Location: TypeAlias = str | Path | Store | Sequence[str | Path | Store]
 """Where a chain is: a URL, a path or an open store; or a list of them, the origin first, and then copies that relays keep."""

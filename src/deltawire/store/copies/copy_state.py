@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .base import Store
+from ..base import Store
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 300.0
 """Seconds for which a copy is left alone after its first failure in a row, and at most."""

@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
-from ..errors import DataDamaged, DeltawireError, ObjectMissing, StoreError
-from ..events import OnEvent, emit
-from . import keys
-from .base import ObjectInfo, Progress, Store, check_key, failure
-from .copies import Copy
+from ...errors import DataDamaged, DeltawireError, ObjectMissing, StoreError
+from ...events import OnEvent, emit
+from .. import keys
+from ..base import ObjectInfo, Progress, Store, check_key, failure
+from ..streams.link_estimate import LinkEstimate
+from ..wrapped import WrappedStore
 from .copy_choice import CopyChoice
-from .link_estimate import LinkEstimate
+from .copy_state import Copy
 from .source_options import SourceOptions
-from .wrapped import WrappedStore
 
 _COMPARED = (keys.COMMITS, keys.ANCHORS, keys.SKIPS)
 """Records that a reader takes from a copy only after a check."""

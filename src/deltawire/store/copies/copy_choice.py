@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ..errors import DeltawireError, LimitExceeded, ObjectMissing
-from ..events import OnEvent, emit
-from ..format.records.canonical import MAX_RECORD_BYTES
-from . import keys
-from .base import Store
-from .copies import Copy
+from ...errors import DeltawireError, LimitExceeded, ObjectMissing
+from ...events import OnEvent, emit
+from ...format.records.canonical import MAX_RECORD_BYTES
+from .. import keys
+from ..base import Store
+from .copy_state import Copy
 from .source_options import SourceOptions
 
 T = TypeVar("T")
