@@ -18,7 +18,7 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.routes import Routes
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import open_store
-from deltawire.subscribe.delta_spool import DeltaSpool
+from deltawire.subscribe.spool.delta_spool import DeltaSpool
 from deltawire.subscribe.sync_context import SyncContext
 from deltawire.subscribe.tensor_table import read_tensor_table
 

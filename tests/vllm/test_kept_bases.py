@@ -23,7 +23,7 @@ from deltawire.engines.vllm.live.kept_bases import KeptBases  # noqa: E402
 from deltawire.errors import SpoolError  # noqa: E402
 from deltawire.format.checkpoints.checkpoint import Checkpoint  # noqa: E402
 from deltawire.format.records.record_parts import CommitRef  # noqa: E402
-from deltawire.subscribe.delta_spool import DeltaSpool  # noqa: E402
+from deltawire.subscribe.spool.delta_spool import DeltaSpool  # noqa: E402
 from deltawire.subscribe.tensor_table import TensorSpec, TensorTable  # noqa: E402
 from deltawire.tensors.torch_types import to_torch  # noqa: E402
 

@@ -21,7 +21,7 @@ from deltawire.dtypes import dtype_named
 from deltawire.errors import EngineRefused
 from deltawire.format.records.record_parts import CommitRef
 from deltawire.store import open_store
-from deltawire.subscribe.delta_spool import DeltaSpool
+from deltawire.subscribe.spool.delta_spool import DeltaSpool
 from deltawire.subscribe.sync_context import SyncContext
 from deltawire.subscribe.tensor_table import TensorSpec, read_tensor_table, write_table
 from deltawire.warnings import LayoutChanged

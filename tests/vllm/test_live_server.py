@@ -20,7 +20,7 @@ from deltawire.engines.vllm.driver.sidecar import Sidecar
 from deltawire.events import Event
 from deltawire.format.digest import Digest
 from deltawire.store import open_store
-from deltawire.subscribe.delta_spool import DeltaSpool
+from deltawire.subscribe.spool.delta_spool import DeltaSpool
 from deltawire.subscribe.sync_context import SyncContext
 from deltawire.subscribe.tensor_table import read_tensor_table, write_table
 

@@ -24,7 +24,7 @@ from deltawire.errors import DataDamaged, DataMissing  # noqa: E402
 from deltawire.format.checkpoints.checkpoint import Checkpoint  # noqa: E402
 from deltawire.store.memory import MemoryStore  # noqa: E402
 from deltawire.store.wrapped import WrappedStore  # noqa: E402
-from deltawire.subscribe.delta_spool import DeltaSpool  # noqa: E402
+from deltawire.subscribe.spool.delta_spool import DeltaSpool  # noqa: E402
 from deltawire.subscribe.sync_context import SyncContext  # noqa: E402
 
 

@@ -6,20 +6,20 @@ follow           look for new versions again and again
 chain_view       the head of a chain, as far as a reader may trust it
 sync_context     what one sync needs: the chain, routes, and fetchers
 sync_report      what one sync cost
+files_ahead      files that are fetched before the commit that names them exists
+resolved_ahead   such files, decoded against the present weights
 replica          the interface of replicas
 memory_replica   a replica in memory
 replica_weights  the weights that a replica in memory changes
 prepared_swap    a prepared change of weights
 undo             steps that lead back to earlier versions
-delta_cache      delta files on disk
-delta_spool      a directory from which the workers of an engine take updates
-spooled_hop      one update in it
-fetching_spool   a spool whose readers fetch what they need themselves
 tensor_table     the names, types and shapes of a chain's tensors
 model_files      the config, tokenizer and tensor types of a version
 pin_keeper       a reader's pin, which keeps objects from collection
 seen             the newest commit that a mirror has seen
-mirror           a replica in a directory
+mirror/          a replica in a directory
+spool/           a directory from which the workers of an engine take updates
+cache/           data objects on a reader's disk
 """
 
 from __future__ import annotations

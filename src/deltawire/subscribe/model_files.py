@@ -26,8 +26,8 @@ from ..format.content_hash import content_hash
 from ..format.records.record_parts import RecipeRecord
 from ..format.records.version_records import Commit
 from ..store.base import Store
+from .cache.host_cache import open_host_cache
 from .chain_view import ChainView
-from .host_cache import open_host_cache
 from .tensor_table import read_headers
 
 _Loaded = TypeVar("_Loaded")

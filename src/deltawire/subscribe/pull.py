@@ -23,9 +23,9 @@ from ..store import Progress, Store
 from ..store.copies.locations import Location
 from ..store.occupancy import misplaced
 from ..tensors.state import state_digest
+from .cache.delta_cache import DeltaCache
+from .cache.host_cache import open_host_cache
 from .chain_view import ChainView
-from .delta_cache import DeltaCache
-from .host_cache import open_host_cache
 from .mirror.checkpoint_in_place import CheckpointInPlace
 from .mirror.hops_on_disk import HopsOnDisk
 from .pin_keeper import PinKeeper

@@ -26,10 +26,10 @@ from ..format.records.version_records import Commit
 from ..store import Store
 from ..store.copies.locations import Location
 from ..telemetry.trace_context import traced
+from .cache.host_cache import open_host_cache
 from .chain_view import ChainView
 from .files_ahead import FilesAhead
 from .follow import follow_chain
-from .host_cache import open_host_cache
 from .memory_replica import MemoryReplica
 from .mirror.mirror_replica import MirrorReplica
 from .pin_keeper import PinKeeper

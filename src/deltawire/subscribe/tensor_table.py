@@ -29,7 +29,7 @@ from ..errors import DataDamaged, SpoolError, UnsupportedDtype, UnsupportedVersi
 from ..format.records.canonical import dump
 from ..format.records.record_parts import FileEntry
 from ..format.safetensors_header import MAX_HEADER_BYTES, Header, MalformedHeader, check_density, parse_json_object
-from .private_folder import retryable_error, spool_errors
+from .cache.private_folder import retryable_error, spool_errors
 from .sync_context import SyncContext
 
 VERSION = 1

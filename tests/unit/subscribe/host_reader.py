@@ -25,7 +25,7 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.events import Event
 from deltawire.store.local import LocalStore
 from deltawire.store.wrapped import WrappedStore
-from deltawire.subscribe import host_cache
+from deltawire.subscribe.cache import host_cache
 from deltawire.subscribe.subscriber import Subscriber
 
 

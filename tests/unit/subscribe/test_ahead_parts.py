@@ -15,10 +15,10 @@ from deltawire.format.records.record_parts import FileEntry
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
 from deltawire.subscribe import resolved_ahead
-from deltawire.subscribe.delta_spool import DeltaSpool
 from deltawire.subscribe.mirror.locks import FileLock
 from deltawire.subscribe.replica_weights import ArrayWeights
 from deltawire.subscribe.resolved_ahead import ResolvedAhead
+from deltawire.subscribe.spool.delta_spool import DeltaSpool
 
 
 class Counted(WrappedStore):

@@ -26,10 +26,10 @@ from deltawire.format.records.canonical import dump
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
-from deltawire.subscribe import delta_spool
-from deltawire.subscribe.delta_spool import DeltaSpool, default_spool
 from deltawire.subscribe.mirror.locks import FileLock
-from deltawire.subscribe.spooled_hop import SpooledHop
+from deltawire.subscribe.spool import delta_spool
+from deltawire.subscribe.spool.delta_spool import DeltaSpool, default_spool
+from deltawire.subscribe.spool.spooled_hop import SpooledHop
 
 
 def put(spool: DeltaSpool, chain: ToyChain, seq: int) -> tuple[SpooledHop, int]:
@@ -450,7 +450,7 @@ sys.path.insert(0, sys.argv[3])
 from spooled_chain import context_of
 from deltawire.store.local import LocalStore
 from deltawire.store.wrapped import WrappedStore
-from deltawire.subscribe.delta_spool import DeltaSpool
+from deltawire.subscribe.spool.delta_spool import DeltaSpool
 
 class Telling(WrappedStore):
     def read_into(self, key, buffer, **more):

@@ -12,9 +12,9 @@ from toy_chain import first_state
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.errors import DataDamaged, VersionUnknown
 from deltawire.events import Event
-from deltawire.subscribe.delta_spool import DeltaSpool
-from deltawire.subscribe.fetching_spool import FetchingSpool
-from deltawire.subscribe.spooled_hop import SpooledHop
+from deltawire.subscribe.spool.delta_spool import DeltaSpool
+from deltawire.subscribe.spool.fetching_spool import FetchingSpool
+from deltawire.subscribe.spool.spooled_hop import SpooledHop
 
 
 def test_workers_without_a_sidecar_fetch_a_hop_once(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from deltawire.chain.reader_options import ReaderOptions
 from deltawire.events import Event
 from deltawire.format.records.record_parts import FileEntry
 from deltawire.store.local import LocalStore
-from deltawire.subscribe import cache_folder, host_cache, private_folder
+from deltawire.subscribe.cache import cache_folder, host_cache, private_folder
 from deltawire.subscribe.mirror.locks import FileLock
 from deltawire.subscribe.subscriber import Subscriber
 

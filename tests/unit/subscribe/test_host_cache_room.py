@@ -18,9 +18,9 @@ from deltawire.errors import DataMissing
 from deltawire.format.records.record_parts import FileEntry
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
-from deltawire.subscribe import cache_folder
-from deltawire.subscribe.cache_folder import CacheFolder
-from deltawire.subscribe.host_cache import HostCache
+from deltawire.subscribe.cache import cache_folder
+from deltawire.subscribe.cache.cache_folder import CacheFolder
+from deltawire.subscribe.cache.host_cache import HostCache
 from deltawire.subscribe.mirror.locks import FileLock
 
 ROOMY = 1 << 30

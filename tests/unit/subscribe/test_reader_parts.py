@@ -15,7 +15,7 @@ from deltawire.events import Event
 from deltawire.format.records.record_parts import CommitRef
 from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
-from deltawire.subscribe.delta_cache import DeltaCache
+from deltawire.subscribe.cache.delta_cache import DeltaCache
 from deltawire.subscribe.follow import pause
 from deltawire.subscribe.mirror.durable_json import read_json, remove_leftovers, write_json
 from deltawire.subscribe.mirror.locks import FileLock

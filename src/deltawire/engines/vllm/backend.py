@@ -39,9 +39,9 @@ from ...codec.gpu.device import let_others_go_first
 from ...errors import CorruptRecord, EngineError, EngineQuarantined, EngineRefused, SpoolError
 from ...format.records.canonical import Fields
 from ...format.records.record_parts import CommitRef
-from ...subscribe.delta_spool import DeltaSpool, default_spool
-from ...subscribe.fetching_spool import FetchingSpool
 from ...subscribe.mirror.locks import FileLock
+from ...subscribe.spool.delta_spool import DeltaSpool, default_spool
+from ...subscribe.spool.fetching_spool import FetchingSpool
 from . import OLDEST_VLLM, lost_wakeups
 from .checked_arguments import checked, find_wrong_setting, is_flag, is_list_of_text, is_mapping, is_number, is_text
 from .draft import tell_drafts

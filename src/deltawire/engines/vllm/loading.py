@@ -25,8 +25,8 @@ from ...errors import CheckpointError, DataDamaged
 from ...format.checkpoints.checkpoint import Checkpoint, open_shard
 from ...format.records.record_parts import FileEntry
 from ...format.safetensors_header import Header
-from ...subscribe.delta_spool import DeltaSpool
-from ...subscribe.private_folder import retryable_error
+from ...subscribe.cache.private_folder import retryable_error
+from ...subscribe.spool.delta_spool import DeltaSpool
 from ...subscribe.sync_context import SyncContext
 from ...subscribe.tensor_table import find_shards
 from ...tensors.torch_types import to_torch

@@ -18,7 +18,7 @@ from ...format.checkpoints.staged_output import sync_file
 from ...format.digest import Digest
 from ...format.records.record_parts import FileEntry, holds_weights
 from ...format.records.version_records import Commit
-from ..delta_cache import DeltaCache
+from ..cache.delta_cache import DeltaCache
 from ..sync_report import SyncReport
 from .checkpoint_in_place import CheckpointInPlace, checkpoint_digest
 

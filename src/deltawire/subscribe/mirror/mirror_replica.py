@@ -14,7 +14,7 @@ from ...format.checkpoints.checkpoint import Checkpoint
 from ...format.records.record_parts import FileEntry
 from ...format.records.signing import check_signature
 from ...format.records.version_records import Commit
-from ..delta_cache import DeltaCache
+from ..cache.delta_cache import DeltaCache
 from ..seen import SeenFile
 from ..sync_context import SyncContext
 from .locks import FileLock

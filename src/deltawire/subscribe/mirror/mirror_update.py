@@ -19,7 +19,7 @@ from ...events import OnEvent, emit
 from ...format.records.record_parts import CommitRef, FileEntry
 from ...format.records.version_records import Commit
 from ...warnings import AttachmentLeftOut, warn
-from ..delta_cache import DeltaCache
+from ..cache.delta_cache import DeltaCache
 from ..sync_report import SyncReport
 from .hops_on_disk import HopsOnDisk, Source
 from .mirror import HeldSlot, Mirror

@@ -37,8 +37,8 @@ from ....events import OnEvent, emit
 from ....format.bundle_names import MAIN, BundleView, bundle_names
 from ....format.checkpoints.checkpoint import Checkpoint, check_can_be_written
 from ....format.safetensors_header import MalformedHeader, build_header, parse_json_object, place_in_order
-from ....subscribe.delta_cache import PART
-from ....subscribe.private_folder import spool_errors
+from ....subscribe.cache.delta_cache import PART
+from ....subscribe.cache.private_folder import spool_errors
 from ....tensors.state import state_digest
 from .routes import RouteFailed
 

@@ -26,10 +26,10 @@ from ....format.bundle_names import MAIN, BundleView, bundle_names, join_name
 from ....store import Store
 from ....store.copies.locations import Location
 from ....subscribe import Subscriber
-from ....subscribe.delta_spool import default_spool
 from ....subscribe.follow import pause as pace
 from ....subscribe.model_files import read_model_files
 from ....subscribe.pin_keeper import reader_name
+from ....subscribe.spool.delta_spool import default_spool
 from .lora import LoraAdapters, LoraServer, adapter_name
 from .routes import VllmRoutes
 

@@ -27,10 +27,10 @@ from ....errors import ChainError, DecodingDiffers, EngineModelDiffers, EngineQu
 from ....events import OnEvent, Value, emit
 from ....format.records.record_parts import FileEntry
 from ....format.records.version_records import Commit
-from ....subscribe.delta_spool import DeltaSpool
 from ....subscribe.mirror.locks import FileLock
 from ....subscribe.mirror.mirror import Mirror
 from ....subscribe.mirror.mirror_replica import MirrorReplica
+from ....subscribe.spool.delta_spool import DeltaSpool
 from ....subscribe.sync_context import SyncContext
 from ....subscribe.tensor_table import TensorTable, read_tensor_table, write_table
 from ...base import KvCache

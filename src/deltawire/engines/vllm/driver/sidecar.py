@@ -29,9 +29,9 @@ from ....store import Store
 from ....store.copies.locations import Location
 from ....store.copies.sources import Sources
 from ....subscribe import Subscriber
-from ....subscribe.delta_spool import default_spool
 from ....subscribe.follow import pause as pace
 from ....subscribe.pin_keeper import reader_name
+from ....subscribe.spool.delta_spool import default_spool
 from ...base import KvCache
 from ...swap.swap_controller import SwapState
 from .. import QUARANTINED_LABEL as QUARANTINED_LABEL

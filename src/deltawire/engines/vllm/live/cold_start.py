@@ -23,9 +23,9 @@ from ....errors import SpoolError
 from ....format.checkpoints.checkpoint import Checkpoint
 from ....format.records.record_parts import CommitRef
 from ....subscribe import Mirror
-from ....subscribe.delta_spool import DeltaSpool
-from ....subscribe.fetching_spool import KEPT_HOPS, FetchingSpool
 from ....subscribe.mirror.mirror import HeldSlot
+from ....subscribe.spool.delta_spool import DeltaSpool
+from ....subscribe.spool.fetching_spool import KEPT_HOPS, FetchingSpool
 from ....subscribe.sync_context import SyncContext
 from ....subscribe.tensor_table import TensorSpec, TensorTable, read_tensor_table, write_table
 from ...weights.live_tensors import as_bits

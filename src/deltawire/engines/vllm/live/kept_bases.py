@@ -39,8 +39,8 @@ from ....errors import DeltawireError, SpoolError
 from ....format.bundle_names import MAIN, split_name
 from ....format.checkpoints.checkpoint import Checkpoint
 from ....format.records.record_parts import CommitRef
+from ....subscribe.cache.private_folder import hold_folder, remove_abandoned, retryable_error, spool_errors
 from ....subscribe.mirror.locks import FileLock
-from ....subscribe.private_folder import hold_folder, remove_abandoned, retryable_error, spool_errors
 from ....subscribe.tensor_table import TensorSpec, TensorTable
 from .own_bases import OwnBases
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from ....errors import BaseMismatch, EngineRefused, SpoolError
 from ....format.delta_file import DeltaBytes
 from ....format.records.record_parts import CommitRef, FileEntry
-from ....subscribe.fetching_spool import FetchingSpool
+from ....subscribe.spool.fetching_spool import FetchingSpool
 from .live_weights import DeltaHop, LiveWeights
 from .update_types import StagedUpdate
 

@@ -1,6 +1,6 @@
 """Updates of a worker's live memory, as the backend offers them: learn the layout, adopt a version, prepare an update, swap.
 
-Deltas come from a spool (subscribe/delta_spool.py). A server whose layout cannot be updated this way says why (`why_not`). Each of its
+Deltas come from a spool (subscribe/spool/delta_spool.py). A server whose layout cannot be updated this way says why (`why_not`). Each of its
 updates then loads everything (cold_start.py).
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from ....errors import BaseMismatch, DeltawireError, EngineModelDiffers
 from ....format.digest import Digest
 from ....format.records.record_parts import CommitRef
-from ....subscribe.delta_spool import DeltaSpool
+from ....subscribe.spool.delta_spool import DeltaSpool
 from ....subscribe.tensor_table import TensorTable, load_table
 from ..ranks import agree, failed_ranks, share, sum_of
 from .interfaces import Layout

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from ..format.content_hash import content_hash
-from ..format.records.record_parts import FileEntry
+from ...format.content_hash import content_hash
+from ...format.records.record_parts import FileEntry
 
 Fetch = Callable[[Sequence[FileEntry]], Iterable[tuple[FileEntry, memoryview]]]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import CorruptRecord
-from ..format.records.canonical import Fields, dump
-from ..format.records.record_parts import FileEntry
-from ..format.records.record_rules import check_delta_files
-from ..format.records.version_records import Commit
+from ...errors import CorruptRecord
+from ...format.records.canonical import Fields, dump
+from ...format.records.record_parts import FileEntry
+from ...format.records.record_rules import check_delta_files
+from ...format.records.version_records import Commit
 
 MOST_MANIFEST_BYTES = 32 << 20
 """Larger than the manifest of a hop with as many files as a file list may name."""

@@ -32,14 +32,14 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from ..chain.restore import Hop
-from ..errors import ChainBroken, SpoolError, UnsupportedVersion
-from ..format.records.record_parts import CommitRef, FileEntry, record_hash
-from .delta_cache import PART, DeltaCache
-from .mirror.locks import FileLock, LifeWatch
-from .private_folder import check_private, hold_folder, make_private, remove_abandoned, retryable_error, spool_errors
+from ...chain.restore import Hop
+from ...errors import ChainBroken, SpoolError, UnsupportedVersion
+from ...format.records.record_parts import CommitRef, FileEntry, record_hash
+from ..cache.delta_cache import PART, DeltaCache
+from ..cache.private_folder import check_private, hold_folder, make_private, remove_abandoned, retryable_error, spool_errors
+from ..mirror.locks import FileLock, LifeWatch
+from ..sync_context import SyncContext
 from .spooled_hop import SpooledHop, manifest_bytes, read_manifest
-from .sync_context import SyncContext
 
 _MANIFEST = re.compile(r"hop-(0|[1-9][0-9]{0,18})-(0|[1-9][0-9]{0,18})\.json")
 _PAUSE = 0.02

@@ -7,22 +7,22 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..chain.fetch import Fetcher
-from ..chain.reader_options import ReaderOptions
-from ..chain.restore import Hop
-from ..chain.routes import Routes
-from ..chain.walk_route import taking, walk_route
-from ..errors import VersionUnknown
-from ..events import OnEvent
-from ..format.records.record_parts import CommitRef
-from ..format.records.version_records import Commit
-from ..store import Store
-from ..store.copies.locations import Location
-from .chain_view import ChainView
+from ...chain.fetch import Fetcher
+from ...chain.reader_options import ReaderOptions
+from ...chain.restore import Hop
+from ...chain.routes import Routes
+from ...chain.walk_route import taking, walk_route
+from ...errors import VersionUnknown
+from ...events import OnEvent
+from ...format.records.record_parts import CommitRef
+from ...format.records.version_records import Commit
+from ...store import Store
+from ...store.copies.locations import Location
+from ..cache.host_cache import open_host_cache
+from ..chain_view import ChainView
+from ..sync_context import SyncContext
 from .delta_spool import DeltaSpool
-from .host_cache import open_host_cache
 from .spooled_hop import SpooledHop
-from .sync_context import SyncContext
 
 KEPT_HOPS = 2
 """Hops that stay in the spool: the one that was taken last, and the one before, which another engine of this host may still need."""

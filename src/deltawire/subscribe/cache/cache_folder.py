@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..format.records.record_parts import FileEntry
+from ...format.records.record_parts import FileEntry
 from .private_folder import check_private, make_private
 
 IDLE_SECONDS = 900.0

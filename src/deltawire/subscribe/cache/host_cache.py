@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from ..chain.reader_options import ReaderOptions
-from ..errors import DataDamaged, DataMissing, SpoolError
-from ..events import OnEvent, emit
-from ..format.records.record_parts import FileEntry
-from ..store.base import Progress
+from ...chain.reader_options import ReaderOptions
+from ...errors import DataDamaged, DataMissing, SpoolError
+from ...events import OnEvent, emit
+from ...format.records.record_parts import FileEntry
+from ...store.base import Progress
+from ..mirror.locks import ChangeWatch, FileLock
 from .cache_folder import CacheFolder, Lead, OpenFolder
-from .mirror.locks import ChangeWatch, FileLock
 from .private_folder import hold_folder, make_private, remove_abandoned, spool_errors
 
 AUTO = "auto"

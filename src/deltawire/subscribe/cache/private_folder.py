@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..errors import SpoolError
-from .mirror.locks import FileLock
+from ...errors import SpoolError
+from ..mirror.locks import FileLock
 
 ALIVE = "alive"
 """The `flock` file of a folder that running processes use. A folder with such a file that no process holds was left by killed ones."""
