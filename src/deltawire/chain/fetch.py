@@ -50,7 +50,7 @@ class SharedFile(Protocol):
 
 
 class SharedFiles(Protocol):
-    """Files that the processes of a host share, so that one of them fetches an object for all (`subscribe.host_cache`)."""
+    """Files that the processes of a host share, so that one of them fetches an object for all (`subscribe.cache.host_cache`)."""
 
     def opened(
         self, entry: FileEntry, fetch: Callable[[int, Progress], None], progress: Progress | None, is_over: Callable[[], bool]

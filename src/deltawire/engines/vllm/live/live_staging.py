@@ -19,7 +19,7 @@ _SWITCH_SECONDS = 1e-4
 
 
 class Spool(Protocol):
-    """A source of hops. `subscribe.delta_spool.DeltaSpool` is one."""
+    """A source of hops. `subscribe.spool.delta_spool.DeltaSpool` is one."""
 
     def hop(self, base: CommitRef, seq: int) -> DeltaHop | None: ...
 

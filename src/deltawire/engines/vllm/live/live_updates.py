@@ -1,7 +1,7 @@
 """Updates of a worker's live memory, as the backend offers them: learn the layout, adopt a version, prepare an update, swap.
 
-Deltas come from a spool (subscribe/spool/delta_spool.py). A server whose layout cannot be updated this way says why (`why_not`). Each of its
-updates then loads everything (cold_start.py).
+Deltas come from a spool (subscribe/spool/delta_spool.py). A server whose layout cannot be updated this way says why (`why_not`). Each of
+its updates then loads everything (cold_start.py).
 """
 
 from __future__ import annotations
