@@ -19,7 +19,7 @@ from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.maintenance.verify import verify
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.chain.routes import Routes
+from deltawire.chain.routes.remaining_routes import Routes
 from deltawire.cli.chain_history import read_history
 from deltawire.cli.doctor.examine import examine
 from deltawire.errors import DeltawireError, NoChannel

@@ -14,8 +14,8 @@ from blake3 import blake3
 
 import deltawire
 from deltawire.chain.log import ChainLog
-from deltawire.chain.pins import put_pin
-from deltawire.chain.reports import put_report
+from deltawire.chain.records.pins import put_pin
+from deltawire.chain.records.reports import put_report
 from deltawire.format.records.fleet_files import Accepted, AcceptedResult
 from deltawire.format.records.fleet_parts import AttemptId, ObjectRef
 from deltawire.format.records.member_records import Heartbeat, Lease, LinkReport, UpdateReport

@@ -10,7 +10,7 @@ import pytest
 from real_browser import Browser
 from shown_run import LAYERS, MARKUP, ShownRun
 
-from deltawire.chain.published_relays import publish_relay
+from deltawire.chain.records.published_relays import publish_relay
 from deltawire.dashboard import Observer, write_report
 from deltawire.dashboard.server import DashboardServer
 from deltawire.format.records.member_records import UpdateReport

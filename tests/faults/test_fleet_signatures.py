@@ -14,7 +14,7 @@ from blake3 import blake3
 from small_fleet import BIG, Fleet, Member, Trainer, acknowledged, assert_one_line_of_training, hashes_of, nonce
 from test_fleet_members import LAST, board_of, poll
 
-from deltawire.chain.pins import put_pin, remove_pin
+from deltawire.chain.records.pins import put_pin, remove_pin
 from deltawire.errors import SignatureInvalid, StoreDenied
 from deltawire.fleet import Coordinator
 from deltawire.fleet.fleet_keyring import FleetKeyring

@@ -13,10 +13,9 @@ import pytest
 from publications import Ledger, Listener, assert_one_history, bits_at, open_publisher, open_subscriber, published, visible_step
 from support import bits_of, publish_fully
 
-from deltawire.chain import plan
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect
-from deltawire.chain.routes import Routes
+from deltawire.chain.routes.remaining_routes import Routes, plan
 from deltawire.errors import ChainStale, DataMissing, VersionGone
 from deltawire.publish.commits import ChainWriter
 from deltawire.store import keys

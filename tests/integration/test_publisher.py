@@ -12,7 +12,7 @@ from support import bits_of
 
 import deltawire
 from deltawire.chain.log import ChainLog
-from deltawire.chain.routes import Routes
+from deltawire.chain.routes.remaining_routes import Routes
 from deltawire.errors import (
     BadTensorName,
     CheckpointError,

@@ -19,9 +19,9 @@ from support import publisher_arguments
 from toy_chain import ToyChain, first_state, next_state
 
 from deltawire import Publisher
-from deltawire.chain.published_relays import publish_relay
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.chain.reports import QUARANTINED, REFUSED, SERVING, put_report
+from deltawire.chain.records.published_relays import publish_relay
+from deltawire.chain.records.reports import QUARANTINED, REFUSED, SERVING, put_report
 from deltawire.cli.doctor.chain_checks import ChainState
 from deltawire.cli.doctor.engine_checks import OLDEST, check_packages, is_older
 from deltawire.cli.doctor.examine import _judge_rate, examine

@@ -16,7 +16,7 @@ from support import publish_fully, publisher_arguments
 
 from deltawire import Publisher
 from deltawire.chain.log import ChainLog
-from deltawire.chain.reports import SERVING, put_report
+from deltawire.chain.records.reports import SERVING, put_report
 from deltawire.errors import DeltawireError
 from deltawire.events import Event
 from deltawire.events.registry import check

@@ -12,7 +12,7 @@ from completions_double import CompletionsDouble
 from deltawire import Publisher
 from deltawire.chain.log import ChainLog
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.chain.reports import Report, read_reports
+from deltawire.chain.records.reports import Report, read_reports
 from deltawire.engines import KvCache
 from deltawire.engines.vllm.driver.routes import EngineUnreachable, RouteFailed, SwapAnswer
 from deltawire.engines.vllm.driver.sidecar import QUARANTINED_LABEL, Sidecar, default_mirror

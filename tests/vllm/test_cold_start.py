@@ -15,7 +15,7 @@ from tiny_checkpoints import TinyModel, train
 import deltawire
 from deltawire import Publisher
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.chain.routes import Routes
+from deltawire.chain.routes.remaining_routes import Routes
 from deltawire.publish.writer_options import WriterOptions
 from deltawire.store import open_store
 from deltawire.subscribe.spool.delta_spool import DeltaSpool

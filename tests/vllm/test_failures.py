@@ -21,7 +21,7 @@ from tiny_checkpoints import TinyModel, runtime_hashes
 
 from deltawire import Subscriber
 from deltawire.chain.log import ChainLog
-from deltawire.chain.reports import QUARANTINED, SERVING, read_reports
+from deltawire.chain.records.reports import QUARANTINED, SERVING, read_reports
 from deltawire.engines.vllm.driver.routes import RouteFailed, VllmRoutes
 from deltawire.engines.vllm.driver.sidecar import QUARANTINED_LABEL
 from deltawire.store import open_store

@@ -16,7 +16,7 @@ from tiny_checkpoints import State, TinyModel, train
 
 from deltawire import Subscriber
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.chain.routes import Routes
+from deltawire.chain.routes.remaining_routes import Routes
 from deltawire.dtypes import dtype_named
 from deltawire.errors import EngineRefused
 from deltawire.format.records.record_parts import CommitRef

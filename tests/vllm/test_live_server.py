@@ -12,7 +12,7 @@ from live_server import LiveServer, wait_until
 from tiny_checkpoints import TinyModel, runtime_hashes
 
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.chain.routes import Routes
+from deltawire.chain.routes.remaining_routes import Routes
 from deltawire.cli.doctor.examine import examine
 from deltawire.engines import KvCache
 from deltawire.engines.vllm import QUARANTINED_LABEL

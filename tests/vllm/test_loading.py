@@ -17,8 +17,8 @@ from toy_chain import ToyChain, first_state
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 from deltawire.chain.reader_options import ReaderOptions  # noqa: E402
-from deltawire.chain.restore import Hop  # noqa: E402
-from deltawire.chain.routes import Routes  # noqa: E402
+from deltawire.chain.routes.remaining_routes import Routes  # noqa: E402
+from deltawire.chain.routes.restore import Hop  # noqa: E402
 from deltawire.engines.vllm.loading import module_order, stream_anchor, whole_tensors  # noqa: E402
 from deltawire.errors import DataDamaged, DataMissing  # noqa: E402
 from deltawire.format.checkpoints.checkpoint import Checkpoint  # noqa: E402

@@ -8,7 +8,7 @@ import pytest
 from sidecar_scene import Scene
 
 from deltawire.chain.log import ChainLog
-from deltawire.chain.reports import QUARANTINED, REFUSED, SERVING, read_reports
+from deltawire.chain.records.reports import QUARANTINED, REFUSED, SERVING, read_reports
 from deltawire.cli.commands.sidecar import _Listener
 from deltawire.dtypes import dtype_named
 from deltawire.engines.http_session import Answer

@@ -13,9 +13,9 @@ from sidecar_scene import Scene
 from typer.testing import CliRunner
 
 from deltawire import Publisher, SigningKey
-from deltawire.chain.canaries import put_canary, read_canary
 from deltawire.chain.log import ChainLog
-from deltawire.chain.reports import QUARANTINED, SERVING
+from deltawire.chain.records.canaries import put_canary, read_canary
+from deltawire.chain.records.reports import QUARANTINED, SERVING
 from deltawire.cli import app
 from deltawire.engines.vllm.driver.canary import generate
 from deltawire.engines.vllm.driver.routes import RouteFailed

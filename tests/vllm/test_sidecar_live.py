@@ -9,7 +9,7 @@ from sidecar_scene import Scene
 
 from deltawire import Publisher, Subscriber
 from deltawire.chain.log import ChainLog
-from deltawire.chain.reports import SERVING
+from deltawire.chain.records.reports import SERVING
 from deltawire.errors import EngineQuarantined, EngineRefused, StoreUnavailable
 from deltawire.format.digest import Digest
 from deltawire.store import open_store

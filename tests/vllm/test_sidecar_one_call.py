@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sidecar_scene import Scene
 
-from deltawire.chain.reports import QUARANTINED, REFUSED, SERVING
+from deltawire.chain.records.reports import QUARANTINED, REFUSED, SERVING
 from deltawire.engines.vllm.driver.routes import EngineUnreachable
 from deltawire.engines.vllm.driver.sidecar import QUARANTINED_LABEL
 from deltawire.errors import EngineAsleep, EngineQuarantined, EngineRefused, SwapFailed

@@ -14,7 +14,7 @@ from model_memory import difference
 from tiny_checkpoints import TinyMla, TinyModel, runtime_hashes
 
 from deltawire.chain.log import ChainLog
-from deltawire.chain.reports import SERVING, read_reports
+from deltawire.chain.records.reports import SERVING, read_reports
 from deltawire.engines.vllm.driver.canary import check_decoding
 from deltawire.store import open_store
 

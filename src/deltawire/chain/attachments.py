@@ -8,8 +8,8 @@ from ..format.records.record_parts import FileEntry, holds_weights
 from ..format.records.version_records import Commit
 from .fetch import Fetcher
 from .log import ChainLog
-from .restore import Hop
-from .routes import Routes, was_collected
+from .routes.remaining_routes import Routes, was_collected
+from .routes.restore import Hop
 
 
 def attachments_of(commit: Commit, first_hop: Hop) -> tuple[FileEntry, ...]:

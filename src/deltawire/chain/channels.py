@@ -17,7 +17,7 @@ from ..format.records.signing import check_signature
 from ..format.records.version_records import Commit
 from ..store import keys
 from .log import ChainLog
-from .newest_slot import newest_filled
+from .newest_seq import newest_filled
 
 KEPT_TARGETS = 5
 """Collection keeps what leads to this many different versions of a channel: the present one, and those that rollbacks lead to."""

@@ -17,8 +17,8 @@ from ..format.records.signing import check_signature
 from ..format.records.version_records import Commit
 from ..store import keys
 from ..store.base import Store
-from .newest_slot import newest_filled
-from .record_reader import RecordReader
+from .newest_seq import newest_filled
+from .records.record_reader import RecordReader
 from .uptime import uptime
 from .version import Version
 

@@ -20,7 +20,7 @@ from ..format.safetensors_header import LENGTH_BYTES, MalformedHeader, header_le
 from ..store.base import Progress
 from ..tensors.state import state_digest
 from .fetch import Fetcher, WasCollected
-from .restore import Hop
+from .routes.restore import Hop
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -15,7 +15,7 @@ from ..store.copies.locations import Location, open_sources
 from ..store.copies.source_options import SourceOptions
 from .channels import ChannelReader
 from .log import ChainLog
-from .published_relays import published_relays
+from .records.published_relays import published_relays
 
 PATIENCE = 30.0
 """Default for `ReaderOptions.patience`: replicated stores may deliver a commit this long before its data."""

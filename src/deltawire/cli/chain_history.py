@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..chain.attachments import changed_names
 from ..chain.channels import channels_by_commit
 from ..chain.find import find_version, version_number
-from ..chain.standing import abandoned_among, void_among
+from ..chain.void_commits import abandoned_among, void_among
 
 if TYPE_CHECKING:
     from ..chain.log import ChainLog

@@ -13,9 +13,9 @@ from ..chain.fetch import Fetcher
 from ..chain.find import newest_version
 from ..chain.log import ChainLog
 from ..chain.memory_state import MemoryState
-from ..chain.rebuild import rebuild
-from ..chain.restore import fetched_hops
-from ..chain.routes import Routes
+from ..chain.routes.rebuild import rebuild
+from ..chain.routes.remaining_routes import Routes
+from ..chain.routes.restore import fetched_hops
 from ..delta.encode import encode_with_summary
 from ..errors import NoChain, RecipeMissing
 from ..events import emit

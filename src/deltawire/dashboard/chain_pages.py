@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-from ..chain.standing import abandoned_among, void_among
+from ..chain.void_commits import abandoned_among, void_among
 from ..format.records.record_parts import link_targets
 from .chain_scan import ChainScan, Slot, check_links
 

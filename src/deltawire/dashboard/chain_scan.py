@@ -12,8 +12,8 @@ from itertools import islice, takewhile
 from typing import Any
 
 from ..chain.log import ChainLog
-from ..chain.newest_slot import newest_filled
-from ..chain.standing import abandoned_among, void_among
+from ..chain.newest_seq import newest_filled
+from ..chain.void_commits import abandoned_among, void_among
 from ..errors import DeltawireError, ObjectMissing, StoreError
 from ..format.records.version_records import Commit
 from ..store import keys

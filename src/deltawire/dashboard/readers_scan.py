@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..chain.pins import StoredPin
-from ..chain.published_relays import MOST as MOST_RELAYS
-from ..chain.reports import Report, parse_report
+from ..chain.records.pins import StoredPin
+from ..chain.records.published_relays import MOST as MOST_RELAYS
+from ..chain.records.reports import Report, parse_report
 from ..format.records.collection_records import Pin
 from ..format.records.relay_records import PublishedRelay
 from ..format.records.run_records import Run

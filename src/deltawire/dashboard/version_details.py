@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
 from ..chain.reader_options import ReaderOptions
-from ..chain.routes import Routes
+from ..chain.routes.remaining_routes import Routes
 from ..delta.inspect import PayloadFacts, inspect_delta
 from ..dtypes import PayloadType, dtype_of_numpy, payload_type
 from ..errors import DeltawireError, StoreError

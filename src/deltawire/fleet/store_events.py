@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..chain.log import ChainLog
-from ..chain.reports import read_reports
+from ..chain.records.reports import read_reports
 from ..events import Event, Value
 from ..format.records.version_records import Commit
 from .overview import FleetReader, SeenMember, SeenRound

@@ -9,10 +9,10 @@ from ..chain.fetch import Fetcher, read_header
 from ..chain.log import ChainLog
 from ..chain.maintenance.survey import is_stored
 from ..chain.memory_state import MemoryState
-from ..chain.rebuild import rebuild
-from ..chain.restore import Hop, fetched_hops
-from ..chain.routes import Routes
-from ..chain.walk_route import HopFailed, taking, walk_route
+from ..chain.routes.rebuild import rebuild
+from ..chain.routes.remaining_routes import Routes
+from ..chain.routes.restore import Hop, fetched_hops
+from ..chain.routes.walk_route import HopFailed, taking, walk_route
 from ..errors import DataMissing, DeltawireError, VersionUnknown
 from ..events import OnEvent, emit
 from ..format.records.version_records import Commit

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..chain.announcements import AnnouncementReader
 from ..chain.log import ChainLog
+from ..chain.records.announcements import AnnouncementReader
 from ..errors import DeltawireError
 from ..format.records.announcement_records import Announcement
 from ..format.records.record_parts import CommitRef, FileEntry

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..chain.channels import KEPT_TARGETS, ChannelReader, channel_names, target_of
 from ..chain.log import ChainLog
-from ..chain.newest_slot import newest_filled
+from ..chain.newest_seq import newest_filled
 from ..chain.uptime import uptime
 from ..errors import ChainBroken, CorruptRecord, DataDamaged, DataMissing, RelayConflict, SignatureInvalid, UnsupportedVersion
 from ..events import OnEvent, emit

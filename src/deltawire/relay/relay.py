@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from ..chain.published_relays import publish_relay, remove_relay
 from ..chain.reader_options import ReaderOptions
+from ..chain.records.published_relays import publish_relay, remove_relay
 from ..chain.uptime import uptime
 from ..chain.version import Version
 from ..errors import BadUrl, DeltawireError, SpoolError

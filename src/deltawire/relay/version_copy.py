@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from ..chain.fetch import Fetcher, WasCollected
 from ..chain.log import ChainLog
-from ..chain.newest_slot import newest_filled
-from ..chain.restore import FAR, Hop, find_route
-from ..chain.routes import was_collected
+from ..chain.newest_seq import newest_filled
+from ..chain.routes.remaining_routes import was_collected
+from ..chain.routes.restore import FAR, Hop, find_route
 from ..errors import (
     ChainBroken,
     ChainError,

@@ -6,9 +6,9 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from ..chain.announcements import AnnouncementReader
 from ..chain.fetch import Fetcher, SharedFiles
 from ..chain.log import ChainLog
+from ..chain.records.announcements import AnnouncementReader
 from ..format.records.record_parts import CommitRef, FileEntry
 from ..format.records.version_records import Commit
 

@@ -9,10 +9,10 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ..chain.memory_state import MemoryState, Update, UpdateStep
-from ..chain.restore import Hop, makes_versions
-from ..chain.routes import was_collected
+from ..chain.routes.remaining_routes import was_collected
+from ..chain.routes.restore import Hop, makes_versions
+from ..chain.routes.walk_route import HopFailed, taking, walk_route
 from ..chain.version import Version
-from ..chain.walk_route import HopFailed, taking, walk_route
 from ..errors import EngineQuarantined, SwapFailed
 from ..events import emit
 from ..format.records.record_parts import FileEntry

@@ -15,10 +15,10 @@ from ..chain.attachments import attachments_hop, attachments_of, fetch_attachmen
 from ..chain.fetch import Fetcher
 from ..chain.log import ChainLog
 from ..chain.reader_options import ReaderOptions
-from ..chain.restore import Hop
-from ..chain.routes import Routes
+from ..chain.routes.remaining_routes import Routes
+from ..chain.routes.restore import Hop
+from ..chain.routes.walk_route import taking, walk_route
 from ..chain.version import Version
-from ..chain.walk_route import taking, walk_route
 from ..dtypes import DType
 from ..errors import DataDamaged
 from ..format.checkpoints.checkpoint import check_can_be_written

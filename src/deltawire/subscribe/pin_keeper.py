@@ -8,8 +8,8 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 
-from ..chain.pins import DEFAULT_TTL, put_pin, remove_pin
-from ..chain.restore import Hop
+from ..chain.records.pins import DEFAULT_TTL, put_pin, remove_pin
+from ..chain.routes.restore import Hop
 from ..chain.uptime import uptime
 from ..errors import StoreDenied, StoreError
 from ..events import OnEvent, emit

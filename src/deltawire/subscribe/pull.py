@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ..chain.fetch import Fetcher
 from ..chain.reader_options import ReaderOptions
-from ..chain.restore import Hop, fetched_hops
-from ..chain.routes import Routes
+from ..chain.routes.remaining_routes import Routes
+from ..chain.routes.restore import Hop, fetched_hops
+from ..chain.routes.walk_route import HopFailed, walk_route
 from ..chain.version import Version
-from ..chain.walk_route import HopFailed, walk_route
 from ..errors import CheckpointError
 from ..events import OnEvent, emit
 from ..format.checkpoints.checkpoint import Checkpoint

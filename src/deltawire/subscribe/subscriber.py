@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..chain.channels import move_fields
 from ..chain.fetch import Fetcher
 from ..chain.reader_options import ReaderOptions
-from ..chain.routes import Routes
+from ..chain.routes.remaining_routes import Routes
 from ..chain.version import Version
 from ..errors import ChainError, ChainStale, DeltawireError
 from ..events import OnEvent, emit

@@ -12,8 +12,8 @@ from typing import Any, cast
 from ..chain.fetch import Fetcher, SharedFiles, WasCollected
 from ..chain.log import ChainLog
 from ..chain.reader_options import PATIENCE
-from ..chain.restore import Hop
-from ..chain.routes import Routes, was_collected
+from ..chain.routes.remaining_routes import Routes, was_collected
+from ..chain.routes.restore import Hop
 from ..errors import RollbackDetected
 from ..events import OnEvent
 from ..format.records.record_parts import CommitRef, FileEntry

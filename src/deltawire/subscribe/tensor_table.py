@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 
 from ..chain.fetch import Fetcher, read_header
 from ..chain.log import ChainLog
-from ..chain.restore import Hop
-from ..chain.routes import was_collected
+from ..chain.routes.remaining_routes import was_collected
+from ..chain.routes.restore import Hop
 from ..dtypes import DType, dtype_named
 from ..errors import DataDamaged, SpoolError, UnsupportedDtype, UnsupportedVersion
 from ..format.records.canonical import dump

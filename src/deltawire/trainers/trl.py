@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..chain.log import ChainLog
-from ..chain.reports import QUARANTINED, REFUSED, SERVING, read_reports
+from ..chain.records.reports import QUARANTINED, REFUSED, SERVING, read_reports
 from ..chain.version import Version
 from ..engines.vllm.driver.routes import EngineUnreachable, RouteFailed, VllmRoutes
 from ..errors import EngineError

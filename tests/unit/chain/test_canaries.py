@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from deltawire import Publisher, SigningKey, WriterOptions
-from deltawire.chain.canaries import put_canary, read_canary
 from deltawire.chain.log import ChainLog
+from deltawire.chain.records.canaries import put_canary, read_canary
 from deltawire.errors import CorruptRecord, DeltawireError, SignatureInvalid, UnsupportedVersion
 from deltawire.format.records.canary_records import MOST_PROMPTS, MOST_TOKENS, CanaryRecord, RecordedTokens
 from deltawire.format.records.version_records import Commit

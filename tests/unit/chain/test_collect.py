@@ -10,8 +10,8 @@ from deltawire.chain.fetch import Fetcher
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect
 from deltawire.chain.memory_state import MemoryState
-from deltawire.chain.pins import lowest_pin, put_pin, read_pins, remove_pin
-from deltawire.chain.rebuild import rebuild
+from deltawire.chain.records.pins import lowest_pin, put_pin, read_pins, remove_pin
+from deltawire.chain.routes.rebuild import rebuild
 from deltawire.errors import NoChain, ObjectMissing
 from deltawire.format.records.collection_records import Mark
 from deltawire.store import keys

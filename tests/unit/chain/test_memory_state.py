@@ -11,8 +11,8 @@ from deltawire import encode_delta, state_digest
 from deltawire.chain.fetch import Fetcher
 from deltawire.chain.log import ChainLog
 from deltawire.chain.memory_state import MemoryState
-from deltawire.chain.rebuild import rebuild
-from deltawire.chain.restore import Hop, find_route
+from deltawire.chain.routes.rebuild import rebuild
+from deltawire.chain.routes.restore import Hop, find_route
 from deltawire.errors import BaseMismatch, ChainBroken, CorruptDelta, DataDamaged, DeltawireError, LimitExceeded, ResultMismatch
 
 

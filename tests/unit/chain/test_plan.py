@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from deltawire.chain.plan import HOP_COST, Edge, plan
+from deltawire.chain.routes.plan import HOP_COST, Edge, plan
 from deltawire.errors import VersionGone
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ import pytest
 
 from deltawire import Publisher
 from deltawire.chain.log import ChainLog
-from deltawire.chain.reports import QUARANTINED, SERVING, put_report, read_reports
+from deltawire.chain.records.reports import QUARANTINED, SERVING, put_report, read_reports
 from deltawire.store import Store, keys, open_store
 
 

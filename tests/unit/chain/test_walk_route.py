@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hand_made_chain import HandMadeChain, make_state, step
 
-from deltawire.chain.restore import Hop
-from deltawire.chain.walk_route import HopFailed, taking, walk_route
+from deltawire.chain.routes.restore import Hop
+from deltawire.chain.routes.walk_route import HopFailed, taking, walk_route
 from deltawire.errors import BaseMismatch, CheckpointError, CorruptDelta, DataDamaged, DeltaError, StateError, StoreUnavailable
 
 

@@ -9,7 +9,7 @@ import pytest
 from blake3 import blake3
 
 from deltawire.chain.fetch import Fetcher
-from deltawire.chain.file_lists import FileLists
+from deltawire.chain.records.file_lists import FileLists
 from deltawire.errors import CorruptRecord
 from deltawire.format.digest import Digest
 from deltawire.format.records.record_parts import CommitRef, FileEntry, Limits, link_targets

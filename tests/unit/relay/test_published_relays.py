@@ -11,8 +11,8 @@ from relayed_chain import reads_of_data, relay_once
 from support import bits_of
 from toy_chain import ToyChain, first_state
 
-from deltawire.chain.published_relays import may_use, publish_relay, published_relays, remove_relay
 from deltawire.chain.reader_options import ReaderOptions
+from deltawire.chain.records.published_relays import may_use, publish_relay, published_relays, remove_relay
 from deltawire.errors import BadUrl
 from deltawire.events import Event
 from deltawire.format.records.relay_records import PublishedRelay

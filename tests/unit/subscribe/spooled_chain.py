@@ -9,8 +9,8 @@ from typing import Any
 from toy_chain import ToyChain, first_state
 
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.chain.restore import Hop
-from deltawire.chain.routes import Routes
+from deltawire.chain.routes.remaining_routes import Routes
+from deltawire.chain.routes.restore import Hop
 from deltawire.store import Store
 from deltawire.store.local import LocalStore
 from deltawire.store.memory import MemoryStore

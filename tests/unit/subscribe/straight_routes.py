@@ -9,7 +9,7 @@ from pathlib import Path
 from blake3 import blake3
 from toy_chain import ToyChain
 
-from deltawire.chain.walk_route import HopFailed
+from deltawire.chain.routes.walk_route import HopFailed
 from deltawire.errors import ChainError, DataDamaged, DataMissing, MirrorError, ObjectMissing
 from deltawire.format.records.record_parts import CommitRef, FileEntry
 from deltawire.format.records.version_records import Commit

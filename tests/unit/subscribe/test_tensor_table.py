@@ -13,7 +13,7 @@ from safetensors.numpy import save
 from spooled_chain import context_of
 from toy_chain import ToyChain, first_state
 
-from deltawire.chain.restore import Hop
+from deltawire.chain.routes.restore import Hop
 from deltawire.dtypes import dtype_of_numpy
 from deltawire.errors import DataDamaged, DataMissing, DeltawireError, SpoolError, UnsupportedVersion
 from deltawire.format.records.record_parts import FileEntry

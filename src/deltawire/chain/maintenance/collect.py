@@ -16,7 +16,7 @@ from ...format.records.run_records import check_same_run
 from ...store import keys
 from ...store.base import Store
 from ..log import ChainLog
-from ..pins import remove_dead_pins
+from ..records.pins import remove_dead_pins
 from .survey import Survey, find_garbage, survey
 
 _MARKS_LOOKED_AT = 16

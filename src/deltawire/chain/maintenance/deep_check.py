@@ -10,8 +10,8 @@ from ...format.records.version_records import Commit, Shortcut
 from ..fetch import Fetcher
 from ..log import ChainLog
 from ..memory_state import MemoryState
-from ..rebuild import rebuild
-from ..restore import Hop
+from ..routes.rebuild import rebuild
+from ..routes.restore import Hop
 from .superseded import Record, target_seq
 from .verify_report import Report, ReportProgress
 

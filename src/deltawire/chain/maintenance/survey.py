@@ -22,7 +22,7 @@ from ...store import keys
 from ...store.base import ObjectInfo
 from ..channels import kept_targets
 from ..log import ChainLog
-from ..pins import lowest_pin
+from ..records.pins import lowest_pin
 
 
 @dataclass(frozen=True, slots=True)

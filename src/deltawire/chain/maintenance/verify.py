@@ -26,10 +26,10 @@ from ..fetch import Fetcher
 from ..log import ChainLog
 from ..memory_state import MemoryState
 from ..reader_options import ReaderOptions
-from ..rebuild import rebuild
-from ..restore import Hop
-from ..routes import Routes
-from ..walk_route import HopFailed, walk_route
+from ..routes.rebuild import rebuild
+from ..routes.remaining_routes import Routes
+from ..routes.restore import Hop
+from ..routes.walk_route import HopFailed, walk_route
 from .deep_check import DeepCheck
 from .superseded import Record, find_needed, live_checkpoints, target_seq
 from .verify_channels import channel_problems

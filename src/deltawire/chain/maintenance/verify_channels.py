@@ -9,7 +9,7 @@ from ...format.records.version_records import Commit
 from ...store import keys
 from ..channels import ChannelReader, channel_names, target_of
 from ..log import ChainLog
-from ..restore import find_route
+from ..routes.restore import find_route
 from .survey import is_stored
 from .verify_report import Problem
 

@@ -19,7 +19,7 @@ from ..stores.opened import opened
 if TYPE_CHECKING:
     from ...chain.log import ChainLog
     from ...chain.maintenance.collect import Collected
-    from ...chain.pins import StoredPin
+    from ...chain.records.pins import StoredPin
 
 _GRACE = 3600.0
 
@@ -97,7 +97,7 @@ class Swept:
 def blocking_pins(log: ChainLog, keep_anchors: int) -> list[StoredPin]:
     """Return the pins without which the floor could be higher, lowest first."""
     from ...chain.maintenance.survey import survey
-    from ...chain.pins import read_pins
+    from ...chain.records.pins import read_pins
 
     now = datetime.now(timezone.utc)
     anchors = survey(log, keep_anchors, now).anchors

@@ -130,8 +130,8 @@ class PullPlan:
 
 def plan_pull(chain: ChainLog, directory: Path, seq: int | None, *, replace: bool, channel: ChannelReader | None = None) -> PullPlan:
     """Find the route to a version, and check that the directory could be written. Fetches no data, and writes nothing."""
-    from ...chain.restore import fetched_hops
-    from ...chain.routes import Routes
+    from ...chain.routes.remaining_routes import Routes
+    from ...chain.routes.restore import fetched_hops
     from ...chain.version import Version
     from ...format.checkpoints.shard_layout import LAYOUT_FILE
     from ...format.checkpoints.staged_output import refuse_losses, refuse_output

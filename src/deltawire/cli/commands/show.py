@@ -18,7 +18,7 @@ from ..stores.opened import opened
 
 if TYPE_CHECKING:
     from ...chain.log import ChainLog
-    from ...chain.restore import Hop
+    from ...chain.routes.restore import Hop
     from ...format.records.record_parts import FileEntry
     from ...format.records.version_records import Commit, Shortcut
 
@@ -120,7 +120,7 @@ def _files(log: ChainLog, commit: Commit) -> tuple[FileEntry, ...] | None:
 
 def _find_route(log: ChainLog, commit: Commit) -> list[Hop] | None:
     """Return the cheapest route from nothing whose data all exist; None if there is none."""
-    from ...chain.routes import Routes
+    from ...chain.routes.remaining_routes import Routes
     from ...errors import DataDamaged, DataMissing, ObjectMissing, VersionGone
 
     floor = log.floor()

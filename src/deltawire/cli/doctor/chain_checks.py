@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from ...chain.log import ChainLog
 from ...chain.maintenance.verify_report import NO_ROUTE
-from ...chain.restore import Hop, fetched_hops
-from ...chain.routes import Routes
-from ...chain.standing import void_among
-from ...chain.walk_route import HopFailed, walk_route
+from ...chain.routes.remaining_routes import Routes
+from ...chain.routes.restore import Hop, fetched_hops
+from ...chain.routes.walk_route import HopFailed, walk_route
+from ...chain.void_commits import void_among
 from ...errors import ChainError, DataMissing, DeltawireError, NoChain, StoreError, VersionGone
 from ...format.records.record_parts import FileEntry
 from ...format.records.version_records import Commit

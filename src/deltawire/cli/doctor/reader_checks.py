@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import datetime, timezone
 
 from ...chain.log import ChainLog
-from ...chain.pins import StoredPin, read_pins
-from ...chain.published_relays import published_relays
 from ...chain.reader_options import ReaderOptions
-from ...chain.reports import QUARANTINED, REFUSED, Report, read_reports
+from ...chain.records.pins import StoredPin, read_pins
+from ...chain.records.published_relays import published_relays
+from ...chain.records.reports import QUARANTINED, REFUSED, Report, read_reports
 from ...errors import DeltawireError
 from ...store.base import StoreOptions
 from ..output import figures

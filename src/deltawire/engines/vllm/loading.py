@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...chain.restore import Hop
+from ...chain.routes.restore import Hop
 from ...errors import CheckpointError, DataDamaged
 from ...format.checkpoints.checkpoint import Checkpoint, open_shard
 from ...format.records.record_parts import FileEntry

@@ -11,9 +11,9 @@ from typing import Any
 
 from ...chain.log import ChainLog
 from ...chain.maintenance.collect import collect
-from ...chain.restore import Hop
-from ...chain.routes import Routes
-from ...chain.walk_route import HopFailed
+from ...chain.routes.remaining_routes import Routes
+from ...chain.routes.restore import Hop
+from ...chain.routes.walk_route import HopFailed
 from ...errors import ChainBroken, CommitOutcomeUnknown, CorruptRecord, DeltawireError, Fenced
 from ...events import OnEvent, emit
 from ...format.digest import Digest

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...chain.fetch import Fetcher
-from ...chain.file_lists import FileLists
-from ...chain.restore import Hop
-from ...chain.walk_route import HopFailed, taking, walk_route
+from ...chain.records.file_lists import FileLists
+from ...chain.routes.restore import Hop
+from ...chain.routes.walk_route import HopFailed, taking, walk_route
 from ...delta.resolve import apply_delta
 from ...dtypes import DType, dtype_named
 from ...errors import ChainBroken, DataDamaged, DataMissing, DeltawireError, ObjectMissing, StoreError

@@ -10,8 +10,8 @@ from typing import Protocol
 from blake3 import blake3
 
 from ...chain.attachments import attachments_hop
-from ...chain.restore import Hop
-from ...chain.walk_route import taking
+from ...chain.routes.restore import Hop
+from ...chain.routes.walk_route import taking
 from ...errors import DataDamaged, ResultMismatch
 from ...format.checkpoints.checkpoint import Checkpoint, check_can_be_written
 from ...format.checkpoints.staged_output import sync_file

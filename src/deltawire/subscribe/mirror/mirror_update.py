@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from ...chain.restore import Hop
-from ...chain.routes import FindRoute
-from ...chain.walk_route import HopFailed, walk_route
+from ...chain.routes.remaining_routes import FindRoute
+from ...chain.routes.restore import Hop
+from ...chain.routes.walk_route import HopFailed, walk_route
 from ...errors import CheckpointError, DeltaError, DeltawireError, StateError, TensorError
 from ...events import OnEvent, emit
 from ...format.records.record_parts import CommitRef, FileEntry

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from ...chain.restore import Hop
+from ...chain.routes.restore import Hop
 from ...errors import ChainBroken, SpoolError, UnsupportedVersion
 from ...format.records.record_parts import CommitRef, FileEntry, record_hash
 from ..cache.delta_cache import PART, DeltaCache

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ...chain.fetch import Fetcher
 from ...chain.reader_options import ReaderOptions
-from ...chain.restore import Hop
-from ...chain.routes import Routes
-from ...chain.walk_route import taking, walk_route
+from ...chain.routes.remaining_routes import Routes
+from ...chain.routes.restore import Hop
+from ...chain.routes.walk_route import taking, walk_route
 from ...errors import VersionUnknown
 from ...events import OnEvent
 from ...format.records.record_parts import CommitRef

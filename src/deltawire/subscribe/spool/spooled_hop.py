@@ -28,7 +28,7 @@ class SpooledHop:
     files
         The delta files. Empty if both commits have the same state.
     source
-        "commit", "skip", "rewind" or "fence", as in `chain.plan.Edge`.
+        "commit", "skip", "rewind" or "fence", as in `chain.routes.plan.Edge`.
     """
 
     base: Commit

@@ -3,7 +3,7 @@
 CUDA graphs of the decoding steps hold addresses. If a tensor moved, they continue to read the old memory, while prompts are computed
 without these graphs from the new memory. So the server generates some tokens, which uses the graphs, and then gets the same tokens as
 prompts. The log-probs of both must agree, up to the rounding of different kernels. They can also be compared with those that a healthy
-server had with the same version (deltawire/chain/canaries.py). server_canary.py makes these checks after updates.
+server had with the same version (deltawire/chain/records/canaries.py). server_canary.py makes these checks after updates.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import time
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ....chain.canaries import put_canary, read_canary
 from ....chain.log import ChainLog
+from ....chain.records.canaries import put_canary, read_canary
 from ....errors import (
     ChainError,
     CorruptRecord,

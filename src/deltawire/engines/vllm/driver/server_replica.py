@@ -19,10 +19,10 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ....chain.reports import QUARANTINED, REFUSED
-from ....chain.restore import Hop
+from ....chain.records.reports import QUARANTINED, REFUSED
+from ....chain.routes.restore import Hop
+from ....chain.routes.walk_route import taking, walk_route
 from ....chain.version import Version
-from ....chain.walk_route import taking, walk_route
 from ....errors import ChainError, DecodingDiffers, EngineModelDiffers, EngineQuarantined, EngineRefused, RollbackDetected, SpoolError
 from ....events import OnEvent, Value, emit
 from ....format.records.record_parts import FileEntry

@@ -5,8 +5,8 @@ and server may be killed at any moment, alone or together. The sidecar keeps no 
 have, and asks the server for the label of its weights (`/weight_info`). A new sidecar therefore continues where the last one stopped.
 
 A server whose update failed half-way stays paused until its weights have been loaded anew. If someone resumes it by hand
-before that, its completions are attributed to `QUARANTINED_LABEL`. The sidecar writes a report to the store (deltawire/chain/reports.py),
-so that the publisher can see the state of the engine. The routes that it uses ask for no key, so the server belongs on loopback.
+before that, its completions are attributed to `QUARANTINED_LABEL`. The sidecar writes a report to the store
+(deltawire/chain/records/reports.py), so that the publisher can see the state of the engine. The routes that it uses ask for no key, so the server belongs on loopback.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from blake3 import blake3
 
 from ....chain.reader_options import ReaderOptions
-from ....chain.reports import SERVING, delete_report, put_report
+from ....chain.records.reports import SERVING, delete_report, put_report
 from ....chain.version import Version
 from ....errors import DecodingDiffers, DeltawireError, EngineError, EngineModelDiffers, NoChain, NoChannel, StoreError
 from ....events import Event, OnEvent, emit

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ....chain.restore import Hop
+from ....chain.routes.restore import Hop
 from ....errors import SpoolError
 from ....format.checkpoints.checkpoint import Checkpoint
 from ....format.records.record_parts import CommitRef

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
-from ..errors import DataMissing, VersionGone
-from ..events import OnEvent, emit
-from ..format.records.record_parts import CommitRef
-from ..format.records.version_records import Commit
-from .fetch import Fetcher
-from .log import ChainLog
+from ...errors import DataMissing, VersionGone
+from ...events import OnEvent, emit
+from ...format.records.record_parts import CommitRef
+from ...format.records.version_records import Commit
+from ..fetch import Fetcher
+from ..log import ChainLog
 from .restore import Hop, HopName, find_route
 from .walk_route import AvoidsHops, HopFailed, taking
 

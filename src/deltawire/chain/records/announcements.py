@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ..errors import ChainError, StoreError, UnsupportedVersion
-from ..format.records.announcement_records import Announcement
-from ..format.records.canonical import MAX_RECORD_BYTES
-from ..format.records.signing import check_signature
-from ..format.records.version_records import Commit
-from ..store import keys
-from .log import ChainLog
+from ...errors import ChainError, StoreError, UnsupportedVersion
+from ...format.records.announcement_records import Announcement
+from ...format.records.canonical import MAX_RECORD_BYTES
+from ...format.records.signing import check_signature
+from ...format.records.version_records import Commit
+from ...store import keys
+from ..log import ChainLog
 
 
 class AnnouncementReader:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..errors import VersionGone
+from ...errors import VersionGone
 
 OBJECT_COST = 256 << 10
 """The cost of one request, in bytes: at 60 ms for the first byte, with many requests in parallel at some Gbit/s."""

@@ -11,11 +11,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import CorruptRecord, LimitExceeded, ObjectMissing, UnsupportedVersion
-from ..format.records.canonical import MAX_RECORD_BYTES, Fields, dump
-from ..format.records.run_records import Run
-from ..store import keys
-from ..store.base import Store
+from ...errors import CorruptRecord, LimitExceeded, ObjectMissing, UnsupportedVersion
+from ...format.records.canonical import MAX_RECORD_BYTES, Fields, dump
+from ...format.records.run_records import Run
+from ...store import keys
+from ...store.base import Store
 
 SERVING, REFUSED, QUARANTINED = "serving", "refused", "fenced"
 """States: serves version `seq`; still serves it because a newer one was refused; serves nothing because an update failed half-way."""

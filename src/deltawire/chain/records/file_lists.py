@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from ..errors import CorruptRecord
-from ..format.records.file_list import parse_list
-from ..format.records.record_parts import FileEntry, Limits
-from ..format.records.version_records import Commit, Shortcut
-from .fetch import Fetcher, WasCollected
+from ...errors import CorruptRecord
+from ...format.records.file_list import parse_list
+from ...format.records.record_parts import FileEntry, Limits
+from ...format.records.version_records import Commit, Shortcut
+from ..fetch import Fetcher, WasCollected
 
 _KEPT_FILES = 1 << 16
 """Most files of lists that are kept in memory."""

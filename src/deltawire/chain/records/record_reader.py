@@ -10,17 +10,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection
 
-from ..errors import CorruptRecord, LimitExceeded, NoChain, ObjectMissing, RunMismatch, UnsupportedVersion, VersionUnknown, WrongRun
-from ..format.records.canonical import MAX_RECORD_BYTES
-from ..format.records.collection_records import Mark
-from ..format.records.record_parts import CommitRef, FileEntry, Limits, record_hash
-from ..format.records.run_records import Head, Run, check_same_run
-from ..format.records.signing import check_signature
-from ..format.records.version_records import Commit, Shortcut
-from ..store import keys
-from ..store.base import Store
-from ..store.urls import default_run_name
-from .fetch import Fetcher, WasCollected
+from ...errors import CorruptRecord, LimitExceeded, NoChain, ObjectMissing, RunMismatch, UnsupportedVersion, VersionUnknown, WrongRun
+from ...format.records.canonical import MAX_RECORD_BYTES
+from ...format.records.collection_records import Mark
+from ...format.records.record_parts import CommitRef, FileEntry, Limits, record_hash
+from ...format.records.run_records import Head, Run, check_same_run
+from ...format.records.signing import check_signature
+from ...format.records.version_records import Commit, Shortcut
+from ...store import keys
+from ...store.base import Store
+from ...store.urls import default_run_name
+from ..fetch import Fetcher, WasCollected
 from .file_lists import FileLists
 
 _KEPT_BYTES = 32 << 20

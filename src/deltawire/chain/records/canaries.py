@@ -6,14 +6,14 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from ..errors import CorruptRecord, SignatureInvalid
-from ..format.records.canary_records import CanaryRecord, RecordedTokens
-from ..format.records.run_records import check_same_run
-from ..format.records.signing import SigningKey, check_signature
-from ..format.records.version_records import Commit
-from ..store import keys
-from ..store.create_rule import create_and_look
-from .log import ChainLog
+from ...errors import CorruptRecord, SignatureInvalid
+from ...format.records.canary_records import CanaryRecord, RecordedTokens
+from ...format.records.run_records import check_same_run
+from ...format.records.signing import SigningKey, check_signature
+from ...format.records.version_records import Commit
+from ...store import keys
+from ...store.create_rule import create_and_look
+from ..log import ChainLog
 
 
 def read_canary(log: ChainLog, commit: Commit) -> CanaryRecord | None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from ..errors import CorruptRecord, LimitExceeded, ObjectMissing, UnsupportedVersion
-from ..format.records.canonical import MAX_RECORD_BYTES
-from ..format.records.collection_records import Pin
-from ..format.records.run_records import Run
-from ..store import keys
-from ..store.base import Store
+from ...errors import CorruptRecord, LimitExceeded, ObjectMissing, UnsupportedVersion
+from ...format.records.canonical import MAX_RECORD_BYTES
+from ...format.records.collection_records import Pin
+from ...format.records.run_records import Run
+from ...store import keys
+from ...store.base import Store
 
 DEFAULT_TTL = 3600
 """Seconds until a pin expires. Readers renew it after a third of this time, so that one failed renewal does no harm."""

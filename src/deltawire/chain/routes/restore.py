@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..errors import ChainBroken, CorruptRecord, LimitExceeded, RollbackDetected, SignatureInvalid, UnsupportedVersion, VersionGone
-from ..format.digest import Digest
-from ..format.records.record_parts import CommitRef, FileEntry
-from ..format.records.version_records import Commit, Shortcut
-from .log import ChainLog
+from ...errors import ChainBroken, CorruptRecord, LimitExceeded, RollbackDetected, SignatureInvalid, UnsupportedVersion, VersionGone
+from ...format.digest import Digest
+from ...format.records.record_parts import CommitRef, FileEntry
+from ...format.records.version_records import Commit, Shortcut
+from ..log import ChainLog
 from .plan import Edge, plan
 
 FAR = 8

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from urllib.parse import parse_qs, urlsplit
 
-from ..errors import BadUrl, CorruptRecord, LimitExceeded, ObjectMissing, UnsupportedVersion
-from ..format.records.canonical import MAX_RECORD_BYTES
-from ..format.records.relay_records import PublishedRelay
-from ..format.records.run_records import Run
-from ..store import keys
-from ..store.base import Store
-from ..store.urls import check_url
+from ...errors import BadUrl, CorruptRecord, LimitExceeded, ObjectMissing, UnsupportedVersion
+from ...format.records.canonical import MAX_RECORD_BYTES
+from ...format.records.relay_records import PublishedRelay
+from ...format.records.run_records import Run
+from ...store import keys
+from ...store.base import Store
+from ...store.urls import check_url
 
 MOST = 64
 """Most published relays that a reader looks at."""

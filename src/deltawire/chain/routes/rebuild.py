@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..format.records.version_records import Commit
-from ..store.base import Progress
-from .fetch import Fetcher
-from .log import ChainLog
-from .memory_state import MemoryState
+from ...format.records.version_records import Commit
+from ...store.base import Progress
+from ..fetch import Fetcher
+from ..log import ChainLog
+from ..memory_state import MemoryState
+from .remaining_routes import Routes, was_collected
 from .restore import Hop
-from .routes import Routes, was_collected
 from .walk_route import taking, walk_route
 
 

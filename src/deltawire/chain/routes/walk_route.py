@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-from ..errors import ChainError, CheckpointError, DeltaError, DeltawireError, StateError, TensorError
+from ...errors import ChainError, CheckpointError, DeltaError, DeltawireError, StateError, TensorError
 from .restore import Hop
 
 _Result = TypeVar("_Result")
@@ -26,7 +26,7 @@ class HopFailed(Exception):
 
 
 class AvoidsHops(Protocol):
-    """Finds routes that do not use the hops that failed (`deltawire.chain.routes.Routes`)."""
+    """Finds routes that do not use the hops that failed (`deltawire.chain.routes.remaining_routes.Routes`)."""
 
     def avoid(self, failure: HopFailed) -> None:
         """Find no route over this hop any more. Raises the failure's error if the hop was already ruled out."""
