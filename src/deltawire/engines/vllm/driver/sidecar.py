@@ -6,7 +6,8 @@ have, and asks the server for the label of its weights (`/weight_info`). A new s
 
 A server whose update failed half-way stays paused until its weights have been loaded anew. If someone resumes it by hand
 before that, its completions are attributed to `QUARANTINED_LABEL`. The sidecar writes a report to the store
-(deltawire/chain/records/reports.py), so that the publisher can see the state of the engine. The routes that it uses ask for no key, so the server belongs on loopback.
+(deltawire/chain/records/reports.py), so that the publisher can see the state of the engine. The routes that it uses ask for no key, so the
+server belongs on loopback.
 """
 
 from __future__ import annotations
