@@ -16,8 +16,8 @@ from report import Table
 import deltawire
 from deltawire.publish.upload.segments import SEGMENT_BYTES
 from deltawire.quantise import QuantisedLayout, Recipe
+from deltawire.quantise.encode_with_codes import ReusedMemory
 from deltawire.quantise.native import NativeQuantiser
-from deltawire.quantise.pending import ReusedMemory
 from deltawire.quantise.quantise import quantise_to_encode
 from deltawire.quantise.recipe import SPELLINGS
 

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from deltawire.engines import KvCache
-from deltawire.engines.swap.forward_gate import ForwardGate
+from deltawire.engines.swap.forward_lock import ForwardGate
 
 CONTRACT = json.loads(Path(__file__).with_suffix(".json").read_text())
 _TYPES = {"string": str, "boolean": bool, "integer": int, "object": dict}

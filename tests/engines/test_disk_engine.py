@@ -14,7 +14,7 @@ from toy_chain import first_state, next_state
 
 from deltawire.chain.version import Version
 from deltawire.engines import DiskEngine, HotSwap, KvCache, SglangEngine
-from deltawire.engines.swap.forward_gate import ForwardGate
+from deltawire.engines.swap.forward_lock import ForwardGate
 from deltawire.errors import EngineQuarantined, EngineUnavailable, RollbackDetected, SwapFailed
 from deltawire.publish import Publisher
 from deltawire.store.memory import MemoryStore

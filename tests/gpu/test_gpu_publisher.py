@@ -31,7 +31,7 @@ if not REAL and compiler() is None:
 
 from emulator.gpu import EmulatedGpu, emulated  # noqa: E402
 
-from deltawire.codec.gpu import reaching, resolution  # noqa: E402
+from deltawire.codec.gpu import find_large_elements, resolution  # noqa: E402
 from deltawire.codec.gpu.resolve import resolve_table  # noqa: E402
 from deltawire.quantise.gpu.quantiser import GpuQuantiser  # noqa: E402
 
@@ -204,8 +204,8 @@ def test_one_pass_looks_for_nonfinite_weights_in_all_tensors(bad, monkeypatch):
         state["7"][3, 3] = float("nan")
         state["8"][2, :] = float("-inf")
     events = []
-    start = reaching.start_reaching
-    monkeypatch.setattr(reaching, "start_reaching", lambda *all: events.append("pass") or start(*all))
+    start = find_large_elements.start_reaching
+    monkeypatch.setattr(find_large_elements, "start_reaching", lambda *all: events.append("pass") or start(*all))
     for method in ("cpu", "tolist", "item", "__bool__", "__int__"):
         original = getattr(torch.Tensor, method)
         monkeypatch.setattr(torch.Tensor, method, lambda *all, method=method, original=original: events.append("wait") or original(*all))

@@ -28,7 +28,7 @@ from deltawire.quantise.quantise import quantise_outputs, quantise_state, quanti
 from deltawire.quantise.recipe import SPELLINGS
 from deltawire.tensors.bits import UnwrittenTensor
 from deltawire.tensors.columns import in_columns
-from deltawire.tensors.pending_state import UnwrittenState
+from deltawire.tensors.unwritten_state import UnwrittenState
 
 torch = pytest.importorskip("torch", reason="weights on a GPU are torch tensors")
 REAL = torch.cuda.is_available()

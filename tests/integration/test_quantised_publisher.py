@@ -26,7 +26,7 @@ from deltawire.quantise.quantise import quantise_state
 from deltawire.store.memory import MemoryStore
 from deltawire.store.wrapped import WrappedStore
 from deltawire.subscribe import Subscriber, pull, reading_mirror
-from deltawire.tensors.pending_state import PendingState
+from deltawire.tensors.unwritten_state import PendingState
 from deltawire.testing.faulty_store import After, Before, FaultyStore, call
 from deltawire.warnings import LayoutChanged, QuantizationConfigMissing, RecipeChanged
 

@@ -22,9 +22,9 @@ from ..events import emit
 from ..format.checkpoints.shard_layout import LAYOUT_FILE
 from ..format.content_hash import content_hash
 from ..format.records.record_parts import Limits, RecipeRecord
-from ..publish.advice import Advice, continues
 from ..publish.attachments.quantised_config import CONFIG
 from ..publish.attachments.read_files import read_attachments
+from ..publish.publish_warnings import Advice, continues
 from ..publish.quantising import QuantisedConfig, Quantising, quantise
 from ..publish.resume import read_table
 from ..publish.upload.segments import TensorTable

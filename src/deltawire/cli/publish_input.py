@@ -86,7 +86,7 @@ def refuse_chain(checkpoint: Path) -> None:
 def refuse_nonfinite(state: State, threads: int | None, *, is_quantised: bool) -> None:
     """Raise `NonFiniteWeights` if any weights are NaN or infinite."""
     from ..errors import NonFiniteWeights
-    from ..publish.advice import describe_nonfinite
+    from ..publish.publish_warnings import describe_nonfinite
     from ..quantise.reference import NONFINITE_HINT
     from ..tensors.finite import count_nonfinite
 

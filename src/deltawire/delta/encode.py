@@ -25,8 +25,8 @@ from ..tensors.bits import State, TensorBits, UnwrittenTensor, keys_of, named_bi
 from ..tensors.casting import Casting, Casts, WireDType, cast_on_host
 from ..tensors.columns import Columns
 from ..tensors.names import check_names
-from ..tensors.pending_state import PendingState, UnwrittenState
 from ..tensors.state import Progress, codec_for, codec_on, digest_tensors, thread_count
+from ..tensors.unwritten_state import PendingState, UnwrittenState
 from .progress import reporting
 
 _WORTH_THREAD = 1 << 15

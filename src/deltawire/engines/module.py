@@ -13,7 +13,7 @@ from ..tensors.checkpoint_layout import CheckpointLayout
 from ..tensors.gpu_handover import synchronize_gpus
 from ..tensors.module_tensors import NameMap
 from .base import Engine, KvCache
-from .swap.forward_gate import ForwardGate, GatedForward
+from .swap.forward_lock import ForwardGate, GatedForward
 from .weights.host_copy import HostCopyWeights
 from .weights.in_place import InPlaceWeights
 from .weights.live_tensors import LiveTensors

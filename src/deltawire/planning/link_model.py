@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import UnusablePlan
-from ..store.streams.stream_gate import FIRST_STREAMS
+from ..store.streams.stream_limit import FIRST_STREAMS
 from ..store.streams.stream_ramp import first_width
 from .quantities import checked, duration, rate
 

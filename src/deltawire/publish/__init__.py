@@ -8,7 +8,7 @@ take_over        checks a chain, and takes it over from earlier writers
 resume           finds the version to continue from, and reads it back
 publication      one accepted state, and what goes with it
 weight_source    the weights of a module, by the names of its checkpoint
-advice           warnings about what is published
+publish_warnings warnings about what is published
 quantising       what is published for a state that is quantised
 snapshots        the publisher's copies of states, and their memory
 background       a queue and a thread, for publishing in the background

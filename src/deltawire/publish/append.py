@@ -19,15 +19,15 @@ from ..format.digest import Digest
 from ..format.records.record_parts import CommitRef, RecipeRecord
 from ..format.records.version_records import Commit
 from ..quantise import QuantisedLayout
-from ..quantise.pending import ReusedMemory
+from ..quantise.encode_with_codes import ReusedMemory
 from ..tensors.bits import State
 from ..tensors.columns import in_columns
-from .advice import continues
 from .attachments.stored_files import AttachedFiles
 from .baseline import Baseline
 from .batches import cut_for_gpu
 from .commits import Attempt, ChainWriter, emit_published
 from .publication import Publication
+from .publish_warnings import continues
 from .quantising import SegmentsOf, quantise, quantise_segments
 from .resume import Resumed, read_state, version_commit
 from .shortcuts.cadence import ChainCost, Speed

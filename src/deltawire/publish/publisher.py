@@ -28,7 +28,6 @@ from ..tensors.bits import State
 from ..tensors.casting import Casting, WireDType
 from ..tensors.columns import in_columns
 from ..tensors.torch_types import is_module
-from .advice import Advice
 from .append import Appender
 from .at_exit import warn_lost
 from .attachments.model_files import TokenizerFiles, files_of_model
@@ -38,6 +37,7 @@ from .background import BackgroundQueue, PendingVersion
 from .closing import Closing
 from .commits import check_meta, check_step
 from .publication import Publication
+from .publish_warnings import Advice
 from .quantising import QuantisedConfig, Quantising
 from .resume import read_state, read_table
 from .shortcuts.job_thread import JobThread

@@ -15,7 +15,7 @@ from ..dtypes import DType, dtype_named
 from ..errors import LimitExceeded, NonFiniteWeights
 from ..format.records.record_parts import RecipeRecord
 from ..quantise import QuantisedLayout, Recipe, TensorSpec
-from ..quantise.pending import ReusedMemory
+from ..quantise.encode_with_codes import ReusedMemory
 from ..quantise.quantise import quantise_to_encode
 from ..quantise.recipe import RecipeLike
 from ..quantise.reference import NONFINITE_HINT
@@ -23,8 +23,8 @@ from ..tensors import torch_types
 from ..tensors.bits import State
 from ..tensors.casting import Casting, DTypeLike, WireDType
 from ..tensors.finite import count_nonfinite
-from .advice import describe_nonfinite
 from .attachments.quantised_config import CONFIG, with_quantization, without_quantization
+from .publish_warnings import describe_nonfinite
 from .snapshots import Arrays, copy_tensors
 from .take_over import TakeOver
 from .upload.segments import SEGMENT_BYTES, TensorTable

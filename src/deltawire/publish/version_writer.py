@@ -9,9 +9,9 @@ from ..errors import Fenced
 from ..events import OnEvent, emit
 from ..telemetry.trace_context import traced
 from ..tensors.columns import in_columns
-from .advice import Advice
 from .append import Appender
 from .publication import Publication
+from .publish_warnings import Advice
 from .shortcuts.upkeep import Upkeep
 from .snapshots import SnapshotMemory
 

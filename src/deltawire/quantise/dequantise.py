@@ -13,7 +13,7 @@ from ..dtypes import DType, dtype_named
 from ..errors import ShapeMismatch, TensorMissing
 from ..tensors.bits import State, Tensor, tensor_bits, typed
 from ..tensors.casting import DTypeLike, wire_dtype
-from .exact import exactly
+from .exact_arithmetic import exactly
 from .layout import QuantisedLayout, QuantisedWeight
 from .recipe import Recipe
 from .reference import divisors, per_element

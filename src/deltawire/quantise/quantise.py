@@ -16,10 +16,10 @@ from ..tensors import torch_types
 from ..tensors.bits import State, Tensor, TensorBits, tensor_bits, typed
 from ..tensors.casting import Casts
 from ..tensors.columns import Columns
-from ..tensors.pending_state import PendingState
 from ..tensors.state import thread_count
+from ..tensors.unwritten_state import PendingState
 from . import reference
-from .exact import exactly
+from .exact_arithmetic import exactly
 from .layout import KeptDType, Output, QuantisedLayout, QuantisedWeight
 from .recipe import Recipe, RecipeLike
 from .scales import Grid, Scales, choose_scales
@@ -27,9 +27,9 @@ from .scales import Grid, Scales, choose_scales
 if TYPE_CHECKING:
     import torch
 
-    from ..tensors.pending_state import UnwrittenState
+    from ..tensors.unwritten_state import UnwrittenState
+    from .encode_with_codes import ReusedMemory
     from .gpu.unwritten import UnwrittenForm
-    from .pending import ReusedMemory
     from .whole_weights import WholeWeights
 
 _MOST_KEPT = 1 << 20
@@ -147,8 +147,8 @@ def quantise_to_encode(
     `ready` has tensors that are made already. `memory` receives large arrays in host memory. `keeps_codes` is for a caller that reads codes
     after it has encoded them: encoding writes them then. Otherwise weights are quantised again if their codes are read.
     """
+    from .encode_with_codes import PendingWeights
     from .native import NativeQuantiser
-    from .pending import PendingWeights
     from .whole_weights import WholeWeights, whole_weights
 
     done = {} if ready is None else dict(ready)

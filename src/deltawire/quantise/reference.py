@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ..dtypes import dtype_of_numpy
 from ..errors import NonFiniteWeights
-from .exact import exactly
+from .exact_arithmetic import exactly
 from .recipe import Recipe
 from .scales import Grid, Scales, choose_scales, numbers_of, quotients
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..codec.bits import copied_to_host
 from ..dtypes import DType
 from ..tensors.bits import State, tensor_bits
-from .exact import exactly
+from .exact_arithmetic import exactly
 from .recipe import Recipe
 
 if TYPE_CHECKING:

@@ -31,8 +31,8 @@ from ..format.records.fleet_files import Row
 from ..format.records.trainer_records import Sampling
 from ..live import LiveTraffic
 from ..publish import PendingVersion, Publisher, WriterOptions
-from ..publish.advice import continues
 from ..publish.attachments.read_files import Attachments
+from ..publish.publish_warnings import continues
 from ..publish.quantising import record_of
 from ..publish.snapshots import SnapshotDevice
 from ..quantise import Recipe

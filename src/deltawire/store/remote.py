@@ -42,7 +42,7 @@ from .retry import Retry
 from .streams.known_links import KNOWN
 from .streams.link_estimate import LinkEstimate
 from .streams.rate_limit import RateLimit
-from .streams.stream_gate import FIRST_STREAMS, StreamGate, Transfer
+from .streams.stream_limit import FIRST_STREAMS, StreamGate, Transfer
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

@@ -132,7 +132,7 @@ def _are_nonfinite(column: BitsColumn, dtypes: Sequence[DType], masks: NDArray[n
     import torch
 
     from ..codec.gpu.device import gpu_at, has_kernels
-    from ..codec.gpu.reaching import ALIGNMENT, start_reaching
+    from ..codec.gpu.find_large_elements import ALIGNMENT, start_reaching
 
     assert column.device is not None
     readable = column.are_contiguous & (column.addresses % ALIGNMENT == 0)

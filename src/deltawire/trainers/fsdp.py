@@ -29,10 +29,10 @@ from ..dtypes import DType
 from ..errors import PublishError, UnsupportedTensor
 from ..events import OnEvent
 from ..publish import PendingVersion, WriterOptions
-from ..publish.advice import warn_if_wide
 from ..publish.at_exit import EXIT_SECONDS, finish_at_exit, forget, warn_lost
 from ..publish.attachments.model_files import files_of_model
 from ..publish.attachments.read_files import Attachments
+from ..publish.publish_warnings import warn_if_wide
 from ..publish.sharded import ShardedPublisher
 from ..publish.sharded.ranks import together
 from ..publish.snapshots import SnapshotDevice, copy_tensors, new_array

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...quantise import QuantisedLayout
-from ...quantise.exact import exactly
+from ...quantise.exact_arithmetic import exactly
 from ...quantise.layout import Output, QuantisedWeight
 from ...quantise.row_shards import HostShardQuantiser, RowShard, ShardQuantiser
 from ...quantise.scales import Grid, Scales, choose_scales

@@ -19,8 +19,8 @@ from ...format.records.version_records import Commit
 from ...store import Store
 from ...tensors.bits import State
 from ...tensors.state import state_digest
-from ..advice import continues
 from ..batches import batches_of_parts
+from ..publish_warnings import continues
 from ..snapshots import SnapshotDevice
 from ..upload.data_objects import DataLocation, Update, upload_update
 from ..upload.segments import Segment

@@ -19,12 +19,12 @@ from ...store import Store, open_store
 from ...telemetry.trace_context import with_trace
 from ...tensors.bits import TensorPart
 from ...tensors.casting import WireDType
-from ..advice import Advice
 from ..attachments.model_files import TokenizerFiles
 from ..attachments.quantised_config import CONFIG
 from ..attachments.read_files import Attachments, CollectedFiles, read_attachments
 from ..closing import Closing
 from ..commits import check_meta, check_step
+from ..publish_warnings import Advice
 from ..quantising import Quantising
 from ..shortcuts.job_thread import JobThread
 from ..snapshots import SnapshotDevice

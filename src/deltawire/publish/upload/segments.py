@@ -14,7 +14,7 @@ from ...format.records.record_parts import Limits
 from ...tensors.bits import State, TensorBits, tensor_bits
 from ...tensors.casting import Casting
 from ...tensors.columns import Columns, ColumnState, Layout
-from ...tensors.pending_state import PendingState, UnwrittenState
+from ...tensors.unwritten_state import PendingState, UnwrittenState
 
 SEGMENT_BYTES = 256 << 20
 """Small enough that uploading a segment overlaps with encoding the next; large enough that requests are few."""

@@ -14,8 +14,8 @@ from ...codec.gpu import device as devices
 from ...codec.gpu.kernel_table import MAKES_SCALES, QUANTISED
 from ...tensors.bits import State, Tensor, UnwrittenTensor, named_bits
 from ...tensors.columns import Columns, ColumnState, Layout
-from ...tensors.pending_state import UnwrittenState
 from ...tensors.torch_types import torch_dtype
+from ...tensors.unwritten_state import UnwrittenState
 from ..layout import Output, Role
 from ..reference import nonfinite_weight
 from .quantised_codes import ScaleQuantiser

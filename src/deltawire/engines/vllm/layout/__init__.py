@@ -1,7 +1,7 @@
 """Layouts: the places where a vLLM worker keeps the weights of a chain, learnt from vLLM's own loaders and from its own processing.
 
 types.py             the shared types: nests, placements, layouts of tensors
-nests.py             finds nested strides in a list of positions, and composes them
+nested_strides.py    finds nested strides in a list of positions, and composes them
 loader_copies.py     stage 1: runs the model's loaders on meta tensors, and records what they copy where
 processing_views.py  stage 2 for modules whose processing only makes views
 processing_map.py    stage 2 for others: runs vLLM's processing on copies of them, and learns where it moves each unit

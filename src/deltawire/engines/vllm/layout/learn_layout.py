@@ -24,7 +24,7 @@ from ..modules.recompute import FAILED, LOST, UNKNOWN, derived_from, moves_exper
 from . import loader_copies, processing_map
 from .loader_copies import LoaderCopies, LoaderCopy, RawParameter, reach, record_copies
 from .model_layout import LearningFacts, ModelLayout, tensor_at
-from .nests import compose, fit, nest_of, positions_of
+from .nested_strides import compose, fit, nest_of, positions_of
 from .placements import coverage, direct_view, distinct, numel
 from .position_decoder import UnitMap
 from .processing_map import ModuleMap, NotLearnt, learn_module

@@ -24,7 +24,7 @@ from ....dtypes import DType
 from ....format.bundle_names import MAIN, BundleView, join_name
 from ....subscribe.tensor_table import TensorTable
 from ....tensors.torch_types import dtype_of, torch_dtype
-from .nests import compose, inverse, nest_of
+from .nested_strides import compose, inverse, nest_of
 from .types import Nest
 
 _Value = TypeVar("_Value")

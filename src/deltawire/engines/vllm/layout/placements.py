@@ -11,7 +11,7 @@ from ....dtypes import DType
 from ....subscribe.tensor_table import TensorSpec
 from ....tensors.torch_types import torch_dtype
 from .loader_copies import reach
-from .nests import is_contiguous, positions_of
+from .nested_strides import is_contiguous, positions_of
 from .types import Nest, Placement, Scatter
 from .unit_values import halves
 

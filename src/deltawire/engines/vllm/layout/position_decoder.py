@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..modules.reachable import Path
-from .nests import fit
+from .nested_strides import fit
 from .types import Nest
 from .unit_values import PIECE, Fill, halves, storage_units, unit_values
 

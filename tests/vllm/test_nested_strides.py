@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from deltawire.engines.vllm.layout.nests import compose, fit, inverse, is_contiguous, nest_of, positions_of  # noqa: E402
+from deltawire.engines.vllm.layout.nested_strides import compose, fit, inverse, is_contiguous, nest_of, positions_of  # noqa: E402
 from deltawire.engines.vllm.layout.types import Nest  # noqa: E402
 
 
@@ -74,7 +74,7 @@ def test_a_shuffled_list_has_no_nest() -> None:
 
 
 def test_a_list_is_looked_at_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltawire.engines.vllm.layout.nests._PIECE", 5)
+    monkeypatch.setattr("deltawire.engines.vllm.layout.nested_strides._PIECE", 5)
     where = torch.arange(60).view(5, 12).t().reshape(-1).clone()
     assert fit(where) == [Nest((12, 5), (5, 1), (1, 12))]
     where[20:23] = -1

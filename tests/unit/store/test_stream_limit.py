@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from deltawire.store.streams.stream_gate import StreamControl, StreamGate
+from deltawire.store.streams.stream_limit import StreamControl, StreamGate
 
 
 class VirtualLink:

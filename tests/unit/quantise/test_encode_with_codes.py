@@ -17,12 +17,12 @@ from deltawire.codec.native import instruction_sets
 from deltawire.delta.encode import encode_with_summary
 from deltawire.errors import NonFiniteWeights
 from deltawire.quantise import QuantisedLayout, Recipe
-from deltawire.quantise import pending as pending_module
-from deltawire.quantise.pending import ReusedMemory
+from deltawire.quantise import encode_with_codes
+from deltawire.quantise.encode_with_codes import ReusedMemory
 from deltawire.quantise.quantise import quantise_to_encode
 from deltawire.quantise.recipe import SPELLINGS
 from deltawire.quantise.whole_weights import WholeWeights
-from deltawire.tensors.pending_state import PendingState
+from deltawire.tensors.unwritten_state import PendingState
 
 NAMES = frozenset(Recipe.parse(spelling).name for spelling in SPELLINGS)
 
@@ -30,7 +30,7 @@ NAMES = frozenset(Recipe.parse(spelling).name for spelling in SPELLINGS)
 @pytest.fixture(autouse=True)
 def _every_recipe_may_leave_codes_unwritten(monkeypatch):
     """A publisher writes the codes of most recipes, because that is faster. The bytes are the same if it does not."""
-    monkeypatch.setattr(pending_module, "_UNWRITTEN", NAMES)
+    monkeypatch.setattr(encode_with_codes, "_UNWRITTEN", NAMES)
 
 
 STEPS = {"nothing": 0.0, "little": 1e-4, "much": 0.5}
@@ -174,7 +174,7 @@ def test_whoever_reads_a_tensor_before_it_is_encoded_gets_it_written() -> None:
 @pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize(("recipes", "is_written"), [(NAMES, False), (frozenset(), True)])
 def test_codes_are_not_written_unless_the_recipe_or_the_caller_wants_it(keeps, recipes, is_written, monkeypatch) -> None:
-    monkeypatch.setattr(pending_module, "_UNWRITTEN", recipes)
+    monkeypatch.setattr(encode_with_codes, "_UNWRITTEN", recipes)
     before = masters([(128, 1 << 14)])
     layout = QuantisedLayout.of_state("fp8-block", before)
     published = layout.quantise(layout.outputs, before)
