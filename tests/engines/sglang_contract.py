@@ -16,7 +16,7 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from deltawire.engines import KvCache
-from deltawire.engines.swap.forward_lock import ForwardGate
+from deltawire.engines.swap.forward_lock import ForwardLock
 
 CONTRACT = json.loads(Path(__file__).with_suffix(".json").read_text())
 _TYPES = {"string": str, "boolean": bool, "integer": int, "object": dict}
@@ -35,7 +35,7 @@ class SglangContract:
         self.requests_running = 1
         self._keys = {"user": api_key, "admin": admin_api_key or api_key}
         self._mode: str | None = None
-        self._gate = ForwardGate()
+        self._forward_lock = ForwardLock()
         handler = type("Handler", (_Handler,), {"contract": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -43,11 +43,11 @@ class SglangContract:
         self._thread.start()
 
     def generate(self) -> bytes:
-        self._gate.enter()
+        self._forward_lock.enter()
         try:
             return b"".join(self.weights[name].tobytes() for name in sorted(self.weights))
         finally:
-            self._gate.leave()
+            self._forward_lock.leave()
 
     def close(self) -> None:
         self._server.shutdown()
@@ -77,10 +77,10 @@ class SglangContract:
     def _do(self, route: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if route == "/pause_generation":
             self._mode = body["mode"]
-            self._gate.close(KvCache.KEEP, 60)
+            self._forward_lock.acquire(KvCache.KEEP, 60)
             return 200, {"message": "paused", "status": "ok"}
         if route == "/continue_generation":
-            self._gate.open()
+            self._forward_lock.release()
             return 200, {"message": "continues", "status": "ok"}
         if route == "/model_info":
             return 200, {"model_path": self.model_path, "served_model_name": self.model_path, "weight_version": self.weight_version}

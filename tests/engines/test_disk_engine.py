@@ -14,7 +14,7 @@ from toy_chain import first_state, next_state
 
 from deltawire.chain.version import Version
 from deltawire.engines import DiskEngine, HotSwap, KvCache, SglangEngine
-from deltawire.engines.swap.forward_lock import ForwardGate
+from deltawire.engines.swap.forward_lock import ForwardLock
 from deltawire.errors import EngineQuarantined, EngineUnavailable, RollbackDetected, SwapFailed
 from deltawire.publish import Publisher
 from deltawire.store.memory import MemoryStore
@@ -41,8 +41,10 @@ class DiskRig(EngineRig):
     def __init__(self, mirror: Path) -> None:
         self._states = states()
         self._weights: dict[str, Any] = {name: array * 0 for name, array in self._states[0].items()}
-        self._gate = ForwardGate()
-        self.engine = DiskEngine(mirror, self._reload, pause=lambda kv_cache: self._gate.close(kv_cache, 60), resume=self._gate.open)
+        self._forward_lock = ForwardLock()
+        self.engine = DiskEngine(
+            mirror, self._reload, pause=lambda kv_cache: self._forward_lock.acquire(kv_cache, 60), resume=self._forward_lock.release
+        )
 
     def _reload(self, path: Path, version: Version) -> None:
         self._weights = load(path)
@@ -54,11 +56,11 @@ class DiskRig(EngineRig):
         return self._weights
 
     def generate(self) -> bytes:
-        self._gate.enter()
+        self._forward_lock.enter()
         try:
             return b"".join(self._weights[name].tobytes() for name in sorted(self._weights))
         finally:
-            self._gate.leave()
+            self._forward_lock.leave()
 
 
 class TestDiskEngine(EngineConformance):

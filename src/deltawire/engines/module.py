@@ -13,7 +13,7 @@ from ..tensors.checkpoint_layout import CheckpointLayout
 from ..tensors.gpu_handover import synchronize_gpus
 from ..tensors.module_tensors import NameMap
 from .base import Engine, KvCache
-from .swap.forward_lock import ForwardGate, GatedForward
+from .swap.forward_lock import ForwardLock, LockedForward
 from .weights.host_copy import HostCopyWeights
 from .weights.in_place import InPlaceWeights
 from .weights.live_tensors import LiveTensors
@@ -88,8 +88,8 @@ class ModuleEngine(Engine):
         self._keep_others = keep_others
         self._threads = threads
         self._undo_bytes = undo_bytes
-        self._gate = ForwardGate()
-        self._forward = GatedForward(module, self._gate)
+        self._forward_lock = ForwardLock()
+        self._forward = LockedForward(module, self._forward_lock)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the live weights by the names of the module's checkpoints. A tied tensor appears under each of its names."""
@@ -112,18 +112,18 @@ class ModuleEngine(Engine):
 
     def pause(self, kv_cache: KvCache) -> None:
         of_each_device = {str(tensor.device): tensor for tensor in self.weights().values()}
-        self._gate.close(kv_cache, self._pause_timeout)
+        self._forward_lock.acquire(kv_cache, self._pause_timeout)
         synchronize_gpus(of_each_device)  # a GPU may still work for calls that have returned, on any stream
 
     def resume(self) -> None:
-        self._gate.open()
+        self._forward_lock.release()
 
     def forward_pass(self) -> contextlib.AbstractContextManager[None]:
         """Use this context for code that reads the weights without calling the module itself."""
-        return self._gate.forward_pass()
+        return self._forward_lock.forward_pass()
 
     def generation(self) -> contextlib.AbstractContextManager[None]:
-        return self._gate.generation()
+        return self._forward_lock.generation()
 
     def close(self) -> None:
         """Let the module run without the engine, as before."""

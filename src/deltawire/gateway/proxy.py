@@ -145,7 +145,7 @@ class Proxy:
         headers: Headers,
         send: Send,
     ) -> None:
-        with asked.memory.beside() as event_memory:
+        with asked.memory.another() as event_memory:
             await self._send_events(response, asked, recording, inline, headers, send, event_memory)
 
     async def _send_events(

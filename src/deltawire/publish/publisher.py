@@ -173,15 +173,15 @@ class Publisher:
             self._config = QuantisedConfig(self._quantising, chain if attachments is None else None)
             self._writer = chain.fence()
             # Shortcuts have a pool of their own, so that their uploads never delay a version.
-            uploads, beside = UploadPool(_STREAMS, "deltawire-upload"), UploadPool(2, "deltawire-shortcut")
-            self._pools = [opened.enter_context(pool) for pool in (uploads, beside)]
+            uploads, shortcut_uploads = UploadPool(_STREAMS, "deltawire-upload"), UploadPool(2, "deltawire-shortcut")
+            self._pools = [opened.enter_context(pool) for pool in (uploads, shortcut_uploads)]
             attached = chain.attached(self._writer, on_event)
             self._appender = Appender(self._writer, attached, uploads, self._memory, options, starts_full=starts_full, on_event=on_event)
             if reads_back:
                 self._appender.resume(resume_from_seq, state)
             del state
             self._follow_newest(chain, has_step=resume_from_seq is None)
-            shortcuts = ShortcutWriter(self._store, beside, self._writer.run, self.epoch, options)
+            shortcuts = ShortcutWriter(self._store, shortcut_uploads, self._writer.run, self.epoch, options)
             garbage = None if options.auto_collect is None else self._collect_garbage
             self._jobs = JobThread("deltawire-upkeep")
             opened.callback(self._jobs.close)

@@ -42,7 +42,7 @@ from .retry import Retry
 from .streams.known_links import KNOWN
 from .streams.link_estimate import LinkEstimate
 from .streams.rate_limit import RateLimit
-from .streams.stream_limit import FIRST_STREAMS, StreamGate, Transfer
+from .streams.stream_limit import FIRST_STREAMS, StreamLimit, Transfer
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -95,8 +95,8 @@ class RemoteStore(Store):
         self._retry = retry or Retry(options.retries)
         self._rate = rate or RateLimit(options.max_rate, options.max_requests)
         self._link_name = f"{endpoint} {url.removesuffix(prefix)}"  # the bucket, because all its prefixes are behind the same link
-        self._down = StreamGate(first=KNOWN.width(f"{self._link_name} down", FIRST_STREAMS), most=options.streams)
-        self._up = StreamGate(first=KNOWN.width(f"{self._link_name} up", FIRST_STREAMS), most=options.streams)
+        self._down = StreamLimit(first=KNOWN.width(f"{self._link_name} down", FIRST_STREAMS), most=options.streams)
+        self._up = StreamLimit(first=KNOWN.width(f"{self._link_name} up", FIRST_STREAMS), most=options.streams)
         self._pool = ThreadPoolExecutor(options.streams, thread_name_prefix="deltawire-read")  # starts no thread before the first use
 
     @property
@@ -203,9 +203,9 @@ class RemoteStore(Store):
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
-        for way, gate in {"down": self._down, "up": self._up}.items():
-            if gate.is_measured:
-                KNOWN.note(f"{self._link_name} {way}", gate.width)
+        for way, limit in {"down": self._down, "up": self._up}.items():
+            if limit.is_measured:
+                KNOWN.note(f"{self._link_name} {way}", limit.width)
 
     def _path(self, key: str) -> str:
         return self._root + check_key(key)
@@ -237,8 +237,8 @@ class RemoteStore(Store):
         return self._retry.call(attempt)
 
     def _heard(self, seconds: float) -> None:
-        for gate in (self._down, self._up):
-            gate.heard(seconds)
+        for limit in (self._down, self._up):
+            limit.heard(seconds)
 
     @contextlib.contextmanager
     def _translating(self, operation: str, key: str) -> Iterator[None]:
@@ -286,12 +286,12 @@ class RemoteStore(Store):
         self._retry.call(attempt, progress=lambda: filled)
 
     @contextlib.contextmanager
-    def _streaming(self, gate: StreamGate, size: int) -> Iterator[Transfer]:
-        """Wait until the gate lets a transfer begin, and report its failure. Small transfers do not wait, and are not measured."""
+    def _streaming(self, limit: StreamLimit, size: int) -> Iterator[Transfer]:
+        """Wait until the limit lets a transfer begin, and report its failure. Small transfers do not wait, and are not measured."""
         if size <= _SMALL:
             yield Transfer(None)
             return
-        with gate.transfer() as transfer:
+        with limit.transfer() as transfer:
             try:
                 yield transfer
             except StoreUnavailable:

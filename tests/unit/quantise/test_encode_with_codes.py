@@ -16,8 +16,7 @@ from deltawire.codec import using_codec
 from deltawire.codec.native import instruction_sets
 from deltawire.delta.encode import encode_with_summary
 from deltawire.errors import NonFiniteWeights
-from deltawire.quantise import QuantisedLayout, Recipe
-from deltawire.quantise import encode_with_codes
+from deltawire.quantise import QuantisedLayout, Recipe, encode_with_codes
 from deltawire.quantise.encode_with_codes import ReusedMemory
 from deltawire.quantise.quantise import quantise_to_encode
 from deltawire.quantise.recipe import SPELLINGS

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from deltawire.store.streams.stream_limit import StreamControl, StreamGate
+from deltawire.store.streams.stream_limit import StreamControl, StreamLimit
 
 
 class VirtualLink:
@@ -191,7 +191,7 @@ def test_the_width_shrinks_when_the_link_becomes_slower_and_grows_again():
     assert virtual.goodput(virtual.control.width, 1 << 20) >= 0.8 * virtual.best(1 << 20), virtual.widths
 
 
-def test_a_gate_that_is_not_full_keeps_its_width():
+def test_a_limit_that_is_not_full_keeps_its_width():
     now = [0.0]
     control = StreamControl(clock=lambda: now[0])
     for _ in range(2000):  # one transfer at a time
@@ -208,19 +208,19 @@ def test_a_gate_that_is_not_full_keeps_its_width():
 
 
 def test_nothing_is_known_at_first():
-    estimate = StreamGate().estimate()
+    estimate = StreamLimit().estimate()
     assert (estimate.goodput, estimate.latency, estimate.streams, estimate.failures) == (None, None, 4, 0)
-    assert StreamGate(first=4, most=2).width == 2
+    assert StreamLimit(first=4, most=2).width == 2
 
 
 def test_no_more_transfers_run_than_the_width():
-    gate = StreamGate(first=3, most=3)
+    limit = StreamLimit(first=3, most=3)
     lock, running, most = threading.Lock(), 0, 0
     all_in = threading.Barrier(3, timeout=120)
 
     def work(number: int) -> None:
         nonlocal running, most
-        with gate.transfer() as transfer:
+        with limit.transfer() as transfer:
             with lock:
                 running += 1
                 most = max(most, running)
@@ -233,19 +233,19 @@ def test_no_more_transfers_run_than_the_width():
     with ThreadPoolExecutor(12) as pool:
         list(pool.map(work, range(30)))
     assert most == 3
-    assert gate.free == 3
+    assert limit.free == 3
 
 
-def fail(gate: StreamGate) -> None:
-    with gate.transfer() as transfer:
+def fail(limit: StreamLimit) -> None:
+    with limit.transfer() as transfer:
         transfer.failed()
         raise KeyError
 
 
-def test_a_transfer_that_raises_leaves_the_gate():
-    gate = StreamGate(first=1, most=1)
+def test_a_transfer_that_raises_leaves_the_limit():
+    limit = StreamLimit(first=1, most=1)
     for _ in range(3):
         with pytest.raises(KeyError):
-            fail(gate)
-    assert gate.free == 1
-    assert gate.estimate().failures == 3
+            fail(limit)
+    assert limit.free == 1
+    assert limit.estimate().failures == 3

@@ -71,7 +71,7 @@ class Reservation:
             return False
         return True
 
-    def beside(self) -> Reservation:
+    def another(self) -> Reservation:
         """Return another reservation of the same budget."""
         return self.budget.reservation()
 

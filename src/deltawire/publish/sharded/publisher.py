@@ -165,12 +165,14 @@ class ShardedPublisher:
             """The number of this job's epoch. Each job that opens the run gets a higher one."""
             self._first = first
             # Shortcuts have a channel and a pool of their own, so that they never delay a version.
-            beside = ranks.another_channel()
+            shortcut_ranks = ranks.another_channel()
             pool = opened.enter_context(UploadPool(2, "deltawire-shortcut"))
             self._pools = [self._pool, pool]
             self._jobs = JobThread("deltawire-upkeep")
             opened.callback(self._jobs.close)
-            shortcuts = SharedShortcuts(beside, first, self._store, pool, self.epoch, self._jobs, options, makes_skips=opening["skips"])
+            shortcuts = SharedShortcuts(
+                shortcut_ranks, first, self._store, pool, self.epoch, self._jobs, options, makes_skips=opening["skips"]
+            )
             self._announcing: SharedAnnouncer | None = None
             if opening["announces"]:
                 sending = JobThread("deltawire-announce")

@@ -255,43 +255,43 @@ class StreamControl:
 
 
 class Transfer:
-    """One transfer of a gate. It reports what happens to it.
+    """One transfer under a limit. It reports what happens to it.
 
     Parameters
     ----------
-    gate
-        The gate that let the transfer begin. None if the transfer is not measured.
+    limit
+        The limit that let the transfer begin. None if the transfer is not measured.
     """
 
-    def __init__(self, gate: StreamGate | None) -> None:
-        self._gate = gate
-        self._began = 0.0 if gate is None else gate.now()
+    def __init__(self, limit: StreamLimit | None) -> None:
+        self._limit = limit
+        self._began = 0.0 if limit is None else limit.now()
         self.is_answered = False
 
     @property
     def seconds(self) -> float:
         """The seconds since the transfer began."""
-        return 0.0 if self._gate is None else self._gate.now() - self._began
+        return 0.0 if self._limit is None else self._limit.now() - self._began
 
     def first_byte(self) -> None:
         """Report that the answer has begun."""
         self.is_answered = True
-        if self._gate is not None:
+        if self._limit is not None:
             seconds = self.seconds
-            self._gate.tell(lambda control: control.answered(seconds))
+            self._limit.tell(lambda control: control.answered(seconds))
 
     def moved(self, nbytes: int) -> None:
         """Report that useful bytes have been transferred."""
-        if self._gate is not None:
-            self._gate.tell(lambda control: control.moved(nbytes))
+        if self._limit is not None:
+            self._limit.tell(lambda control: control.moved(nbytes))
 
     def failed(self) -> None:
         """Report that the transfer was cut, timed out, or was refused by an overloaded service."""
-        if self._gate is not None:
-            self._gate.tell(lambda control: control.failed())
+        if self._limit is not None:
+            self._limit.tell(lambda control: control.failed())
 
 
-class StreamGate:
+class StreamLimit:
     """Lets transfers begin as long as fewer run than the measured link can use. May be used from several threads.
 
     Parameters
@@ -353,7 +353,7 @@ class StreamGate:
                 self._changed.notify()
 
     def heard(self, delay: float) -> None:
-        """Note the seconds from a small request, which needed no gate, to its answer."""
+        """Note the seconds from a small request, which did not wait for the limit, to its answer."""
         with self._changed:
             self._control.heard(delay)
 
