@@ -15,7 +15,8 @@ from support import bits_of, publish_fully
 
 from deltawire.chain.log import ChainLog
 from deltawire.chain.maintenance.collect import collect
-from deltawire.chain.routes.remaining_routes import Routes, plan
+from deltawire.chain.routes import plan
+from deltawire.chain.routes.remaining_routes import Routes
 from deltawire.errors import ChainStale, DataMissing, VersionGone
 from deltawire.publish.commits import ChainWriter
 from deltawire.store import keys

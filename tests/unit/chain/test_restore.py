@@ -11,9 +11,9 @@ from deltawire import state_digest
 from deltawire.chain.fetch import Fetcher
 from deltawire.chain.log import ChainLog
 from deltawire.chain.memory_state import MemoryState
+from deltawire.chain.routes import restore
 from deltawire.chain.routes.plan import Edge, plan
 from deltawire.chain.routes.rebuild import rebuild, take_hop
-from deltawire.chain.routes.remaining_routes import restore
 from deltawire.chain.routes.restore import find_route
 from deltawire.errors import ChainBroken, DataDamaged, DataMissing, RollbackDetected, VersionGone
 from deltawire.format.records.collection_records import Mark
