@@ -39,7 +39,7 @@ from deltawire.events import Event
 try:
     from deltawire.engines.vllm.driver.sidecar import Sidecar
 except ModuleNotFoundError:  # a release in which this folder was not divided yet
-    from deltawire.engines.vllm.sidecar import Sidecar
+    from deltawire.engines.vllm.driver.sidecar import Sidecar
 
 CLIENTS = 4
 MODELS = {"dense": (0, None), "experts": (8, None), "int4": (0, "int4")}
