@@ -142,15 +142,15 @@ def linked_store(draft: ChainDraft, link: random.Random) -> MemoryStore:
             if link.random() < 0.9:
                 reference["digest"] = digests[reference["seq"]]
 
-    for slot, commit in enumerate(draft.commits):
+    for seq, commit in enumerate(draft.commits):
         if not draft.unlinked:
             commit["parent"] = hashes[-1] if hashes else None
-            commit["links"] = [[m, hashes[m]] for m in link_targets(slot)]
+            commit["links"] = [[m, hashes[m]] for m in link_targets(seq)]
             refer(commit.get("base"))
         data = _canonical(commit)
         hashes.append(blake3(data).hexdigest())
         digests.append(commit.get("digest"))
-        store.put(keys.commit_key(slot), data)
+        store.put(keys.commit_key(seq), data)
     for key, record in draft.others.items():
         if key.startswith((keys.ANCHORS, keys.SKIPS)) and not draft.unlinked:
             refer(record.get("target"))

@@ -26,15 +26,15 @@ def _number(chance: random.Random, near: Any = None) -> int:
     return chance.choice(_NUMBERS)
 
 
-def _slot(draft: ChainDraft, chance: random.Random) -> int:
-    """Choose a slot, often the last one. Readers of the newest version need that commit, and can avoid most others."""
+def _seq(draft: ChainDraft, chance: random.Random) -> int:
+    """Choose a seq, often the last one. Readers of the newest version need that commit, and can avoid most others."""
     return len(draft.commits) - 1 if chance.random() < 0.4 else chance.randrange(len(draft.commits))
 
 
 def _change_commit(draft: ChainDraft, chance: random.Random) -> str:
     """Change one field of a commit, but keep the field's form."""
-    slot = _slot(draft, chance)
-    commit = draft.commits[slot]
+    seq = _seq(draft, chance)
+    commit = draft.commits[seq]
     name = chance.choice(
         ["kind", "kind", "epoch", "epoch", "seq", "state_seq", "updates", "digest", "digest", "state_bytes", "tensors", "changed"]
     )
@@ -42,29 +42,29 @@ def _change_commit(draft: ChainDraft, chance: random.Random) -> str:
         commit[name] = chance.choice(["fence", "delta", "anchor", "rewind", "delta", "merge"])
         if chance.random() < 0.5:  # the other fields then fit that kind
             commit["files"] = commit["files"] if commit[name] in ("delta", "anchor") else []
-            commit["base"] = None if commit[name] == "anchor" else {"seq": chance.randrange(max(1, slot)), "commit": "", "digest": None}
-            commit["state_seq"] = slot
+            commit["base"] = None if commit[name] == "anchor" else {"seq": chance.randrange(max(1, seq)), "commit": "", "digest": None}
+            commit["state_seq"] = seq
     elif name == "digest":
         commit[name] = chance.choice([None, "f" * 32, chance.choice(draft.commits)["digest"]])
     else:
         commit[name] = _number(chance, commit[name])
-    return f"{name} of commit {slot}: {commit[name]!r}"
+    return f"{name} of commit {seq}: {commit[name]!r}"
 
 
 def _change_base(draft: ChainDraft, chance: random.Random) -> str:
     """Change the base of a commit to any commit before it, to itself, or to nothing."""
-    slot = _slot(draft, chance)
-    draft.commits[slot]["base"] = base = chance.choice([None, {"seq": chance.randrange(slot + 2), "commit": "f" * 64, "digest": None}])
-    return f"base of commit {slot}: {base}"
+    seq = _seq(draft, chance)
+    draft.commits[seq]["base"] = base = chance.choice([None, {"seq": chance.randrange(seq + 2), "commit": "f" * 64, "digest": None}])
+    return f"base of commit {seq}: {base}"
 
 
 def _delta_without_files(draft: ChainDraft, chance: random.Random) -> str:
-    slot = max(1, _slot(draft, chance))
-    draft.commits[slot] |= {"kind": "delta", "files": [], "changed": 0, "state_seq": slot}
-    draft.commits[slot]["base"] = {"seq": chance.choice([slot - 1, chance.randrange(slot)]), "commit": "", "digest": None}
+    seq = max(1, _seq(draft, chance))
+    draft.commits[seq] |= {"kind": "delta", "files": [], "changed": 0, "state_seq": seq}
+    draft.commits[seq]["base"] = {"seq": chance.choice([seq - 1, chance.randrange(seq)]), "commit": "", "digest": None}
     if chance.random() < 0.5:
-        draft.commits[slot]["digest"] = chance.choice(draft.commits)["digest"]
-    return f"commit {slot} is a delta without files"
+        draft.commits[seq]["digest"] = chance.choice(draft.commits)["digest"]
+    return f"commit {seq} is a delta without files"
 
 
 def _any_record(draft: ChainDraft, chance: random.Random) -> tuple[str, Record]:
@@ -74,8 +74,8 @@ def _any_record(draft: ChainDraft, chance: random.Random) -> tuple[str, Record]:
         return key, draft.others[key]
     if kind == 1 and chance.random() < 0.3:
         return keys.RUN, draft.run
-    slot = _slot(draft, chance)
-    return f"commit {slot}", draft.commits[slot]
+    seq = _seq(draft, chance)
+    return f"commit {seq}", draft.commits[seq]
 
 
 def _inside(record: Any, chance: random.Random) -> tuple[Any, Any]:
@@ -212,7 +212,7 @@ def _change_list(draft: ChainDraft, chance: random.Random) -> str:
 
 
 def _all_records(draft: ChainDraft) -> list[tuple[str, Record]]:
-    return [*((f"commit {slot}", commit) for slot, commit in enumerate(draft.commits)), *sorted(draft.others.items())]
+    return [*((f"commit {seq}", commit) for seq, commit in enumerate(draft.commits)), *sorted(draft.others.items())]
 
 
 def _other_content(data: bytes, chance: random.Random) -> tuple[bytes, str]:
@@ -253,24 +253,24 @@ def _lose_data(draft: ChainDraft, chance: random.Random) -> str:
 def _change_order(draft: ChainDraft, chance: random.Random) -> str:
     """Remove commits at the end, repeat or swap some, or give one to an earlier writer. Renumber them or not."""
     choice = chance.randrange(4)
-    slot = chance.randrange(1, len(draft.commits))
+    seq = chance.randrange(1, len(draft.commits))
     if choice == 0:
-        del draft.commits[slot + 1 :]
+        del draft.commits[seq + 1 :]
     elif choice == 1:
-        draft.commits.insert(slot, copy.deepcopy(chance.choice(draft.commits)))
+        draft.commits.insert(seq, copy.deepcopy(chance.choice(draft.commits)))
     elif choice == 2:
         other = chance.randrange(1, len(draft.commits))
-        draft.commits[slot], draft.commits[other] = draft.commits[other], draft.commits[slot]
+        draft.commits[seq], draft.commits[other] = draft.commits[other], draft.commits[seq]
     else:
-        late = copy.deepcopy(draft.commits[slot])
+        late = copy.deepcopy(draft.commits[seq])
         late["epoch"] = chance.choice([0, 1, 2, 4])
-        draft.commits.insert(slot, late)
+        draft.commits.insert(seq, late)
     if chance.random() < 0.9:
         for number, commit in enumerate(draft.commits):
             if commit.get("state_seq") == commit.get("seq"):
                 commit["state_seq"] = number
             commit["seq"] = number
-    return f"order of commits, choice {choice} at {slot}"
+    return f"order of commits, choice {choice} at {seq}"
 
 
 def _change_epochs(draft: ChainDraft, chance: random.Random) -> str:
@@ -285,7 +285,7 @@ def _change_epochs(draft: ChainDraft, chance: random.Random) -> str:
         if template is None:
             return "no epoch to change"
         record = draft.others.setdefault(key, template | {"epoch": number})
-        begins = next((slot for slot, commit in enumerate(draft.commits) if commit.get("epoch") == number), 0)
+        begins = next((seq for seq, commit in enumerate(draft.commits) if commit.get("epoch") == number), 0)
         record["resumed_from"] = chance.choice([None, begins, begins + 1, chance.randrange(len(draft.commits) + 2), _number(chance)])
         if choice == 2:
             draft.others[keys.epoch_key(chance.randrange(10**9))] = copy.deepcopy(record)

@@ -49,7 +49,7 @@ def next_state(state: Mapping[str, Any], seed: int) -> State:
 
 
 class ToyChain:
-    """Append versions to a store. `commits[seq]` and `states[seq]` are their expected content. Slot 0 holds a fence.
+    """Append versions to a store. `commits[seq]` and `states[seq]` are their expected content. Commit 0 is a fence.
 
     While `listed` is set, new records have file lists.
     """

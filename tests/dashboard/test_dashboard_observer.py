@@ -303,17 +303,17 @@ class LongChain(WrappedStore):
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self.read_slots: set[int] = set()
+        self.read_seqs: set[int] = set()
 
     def watch(self, call: StoreCall) -> Any:
-        slot = keys.parse_commit_key(call.key)
-        if slot is not None and call.operation == "get":
-            self.read_slots.add(slot)
+        seq = keys.parse_commit_key(call.key)
+        if seq is not None and call.operation == "get":
+            self.read_seqs.add(seq)
         return super().watch(call)
 
     def head(self, key: str) -> Any:
-        slot = keys.parse_commit_key(key)
-        return self.inner.head(keys.commit_key(0)) if slot is not None and slot < self.length else self.inner.head(key)
+        seq = keys.parse_commit_key(key)
+        return self.inner.head(keys.commit_key(0)) if seq is not None and seq < self.length else self.inner.head(key)
 
 
 def test_only_a_bounded_part_of_a_long_chain_is_read() -> None:
@@ -323,7 +323,7 @@ def test_only_a_bounded_part_of_a_long_chain_is_read() -> None:
         observer.look()
         sections = observer.sections()
         assert sections["chain"]["head"] == long.length - 1
-        assert len(long.read_slots) <= 50 + SAMPLES + 1
+        assert len(long.read_seqs) <= 50 + SAMPLES + 1
         assert len(json.dumps(sections)) < 400_000
 
 

@@ -34,9 +34,9 @@ class Watched(WrappedStore):
     def watch(self, call: StoreCall) -> Any:
         if self.down:
             raise StoreUnavailable(f"{call.operation} of {call.key} failed.")
-        slot = keys.parse_commit_key(call.key)
-        if slot is not None and call.operation == "get":
-            self.read.append(slot)
+        seq = keys.parse_commit_key(call.key)
+        if seq is not None and call.operation == "get":
+            self.read.append(seq)
         return super().watch(call)
 
 

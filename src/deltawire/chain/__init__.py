@@ -1,7 +1,7 @@
 """The chain of versions, as readers and writers see it (docs/protocol.md).
 
 log             commits and how they fit together
-newest_seq      find the newest commit of a chain with few questions
+newest_number   find the newest of numbered objects with few questions
 void_commits    commits that do not count, as later commits tell
 version         a version as users see it
 find            find a version by its number or training step

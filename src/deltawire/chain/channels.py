@@ -17,7 +17,7 @@ from ..format.records.signing import check_signature
 from ..format.records.version_records import Commit
 from ..store import keys
 from .log import ChainLog
-from .newest_seq import newest_filled
+from .newest_number import newest_number
 
 KEPT_TARGETS = 5
 """Collection keeps what leads to this many different versions of a channel: the present one, and those that rollbacks lead to."""
@@ -59,7 +59,7 @@ class ChannelReader:
         call only the newest two are read.
         """
         start = -1 if self._seen is None else self._seen[0].move
-        number = newest_filled(start, lambda move: move <= MAX_EPOCH and self._raw(move) is not None)
+        number = newest_number(start, lambda move: move <= MAX_EPOCH and self._raw(move) is not None)
         if number < 0:
             assert self.log.run  # raises `NoChain` if nothing is published there
             raise NoChannel(self._absence())

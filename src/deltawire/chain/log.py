@@ -17,7 +17,7 @@ from ..format.records.signing import check_signature
 from ..format.records.version_records import Commit
 from ..store import keys
 from ..store.base import Store
-from .newest_seq import newest_filled
+from .newest_number import newest_number
 from .records.record_reader import RecordReader
 from .uptime import uptime
 from .version import Version
@@ -67,14 +67,14 @@ class ChainLog(RecordReader):
         self._missing_since: float | None = None
         """When `known` was first not found. None if the last read found it."""
         self._sound: set[int] = set()
-        """Slots whose commits are known not to be void: no commit before them has a higher epoch."""
+        """The seqs of commits that are known not to be void: no commit before them has a higher epoch."""
 
     def forget(self) -> None:
         super().forget()
         self._sound.clear()
 
     def head(self) -> Commit | None:
-        """Return the commit in the newest slot, or None if all slots are empty. It may be a fence, or void: see `in_force`.
+        """Return the commit with the highest seq, or None if the chain has none. It may be a fence, or void: see `in_force`.
 
         The commit is accepted only if it leads down to `known`, which then moves up to it.
         """
@@ -107,7 +107,7 @@ class ChainLog(RecordReader):
             self._recheck_at = self._clock() + _RECHECK_SECONDS
 
     def check_known(self, *, now: bool = False) -> None:
-        """Raise `RollbackDetected` if the store no longer holds the commit `known`, or holds another commit in its slot.
+        """Raise `RollbackDetected` if the store no longer holds the commit `known`, or holds another commit at its seq.
 
         Commits that were read are trusted for half a minute, unless `now` is set. The error is `retryable` for a minute, because a replica
         of the store may lag behind.
@@ -139,7 +139,7 @@ class ChainLog(RecordReader):
     def is_void(self, commit: Commit) -> bool:
         """Return whether a commit before this one has a higher epoch, so that this one is ignored.
 
-        Reads back at most to the fence that began its epoch. That fence is not void, because a writer reads the slot before its fence.
+        Reads back at most to the fence that began its epoch. That fence is not void, because a writer reads the commit before its fence.
         """
         if commit.seq in self._sound:
             return False
@@ -171,7 +171,7 @@ class ChainLog(RecordReader):
         return found
 
     def tail(self, after: int) -> Iterator[Commit]:
-        """Yield the commits after a slot in order, without void ones, each checked against its parent. −1 starts at the beginning."""
+        """Yield the commits after a seq in order, without void ones, each checked against its parent. −1 starts at the beginning."""
         previous = self.read(after) if after >= 0 else None
         if previous is None and after >= 0:
             raise VersionUnknown(f"the chain at {self.store.url} has no commit {after}.")
@@ -189,9 +189,9 @@ class ChainLog(RecordReader):
             previous, seq = commit, seq + 1
 
     def ancestor(self, of: Commit, seq: int) -> Commit:
-        """Return the commit in an earlier slot. Only hashes in `parent` and `links` are followed.
+        """Return the commit at an earlier seq. Only hashes in `parent` and `links` are followed.
 
-        Raises `ChainBroken` if a hash does not match, and `DataMissing` if a link leads to an empty slot.
+        Raises `ChainBroken` if a hash does not match, and `DataMissing` if a link leads to a commit that is missing.
         """
         if not 0 <= seq <= of.seq:
             raise VersionUnknown(f"the chain has no commit {seq}; the newest is {of.seq}.")
@@ -209,7 +209,7 @@ class ChainLog(RecordReader):
         return current
 
     def version(self, seq: int) -> Version:
-        """Return the version in force at a slot. Raises `VersionUnknown` if the chain has none there."""
+        """Return the version in force at a seq. Raises `VersionUnknown` if the chain has none there."""
         commit = self.read(seq)
         if commit is None or commit.state_seq is None or self.is_void(commit):
             raise VersionUnknown(f"the chain at {self.store.url} has no version in commit {seq}.")
@@ -265,7 +265,7 @@ class ChainLog(RecordReader):
         return error
 
     def _starting_point(self, known: CommitRef | None) -> int | None:
-        """Return the highest slot that is known to be filled, or None if there is none."""
+        """Return the highest seq that is known to have a commit, or None if there is none."""
         hint = self.hint()
         start = -1 if known is None else known.seq
         if hint is not None and hint > start and self.read(hint) is not None:
@@ -273,13 +273,13 @@ class ChainLog(RecordReader):
         return known.seq if known is not None else 0 if self.read(0) is not None else None
 
     def _gallop(self, start: int) -> Commit:
-        """Return the commit in the highest filled slot. `start` is a filled slot, and slots are filled without gaps."""
-        filled = newest_filled(start, lambda seq: self.read(seq) is not None)
-        head = self.read(filled)
+        """Return the commit with the highest seq. `start` is the seq of a commit, and seqs have no gaps."""
+        newest = newest_number(start, lambda seq: self.read(seq) is not None)
+        head = self.read(newest)
         assert head is not None
         return head
 
 
 def _links_down(commit: Commit) -> list[tuple[int, str]]:
-    assert commit.parent is not None  # only slot 0 has none, and nothing lies below it
+    assert commit.parent is not None  # only commit 0 has none, and nothing lies below it
     return [(commit.seq - 1, commit.parent), *commit.links]

@@ -1,4 +1,4 @@
-"""Find the newest commit of a chain by asking which slots are filled."""
+"""Find the newest of numbered objects, such as commits, by asking which numbers exist."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable
 from ..format.records.canonical import MAX_INTEGER
 
 
-def newest_filled(start: int, is_filled: Callable[[int], bool]) -> int:
-    """Return the highest filled slot. Slots are filled without gaps, so few questions find it.
+def newest_number(start: int, exists: Callable[[int], bool]) -> int:
+    """Return the highest number that exists. Numbers have no gaps, so few questions find it.
 
     Parameters
     ----------
     start
-        A filled slot, or −1.
-    is_filled
-        Returns whether a slot is filled.
+        A number that exists, or −1.
+    exists
+        Returns whether a number exists.
     """
-    filled, stride = start, 1
-    while filled + stride <= MAX_INTEGER and is_filled(filled + stride):
-        filled, stride = filled + stride, 2 * stride
-    empty = filled + stride
-    while empty - filled > 1:
-        middle = (filled + empty) // 2
-        filled, empty = (middle, empty) if is_filled(middle) else (filled, middle)
-    return filled
+    found, stride = start, 1
+    while found + stride <= MAX_INTEGER and exists(found + stride):
+        found, stride = found + stride, 2 * stride
+    missing = found + stride
+    while missing - found > 1:
+        middle = (found + missing) // 2
+        found, missing = (middle, missing) if exists(middle) else (found, middle)
+    return found

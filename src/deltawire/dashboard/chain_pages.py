@@ -9,7 +9,7 @@ from typing import Any
 
 from ..chain.void_commits import abandoned_among, void_among
 from ..format.records.record_parts import link_targets
-from .chain_scan import ChainScan, Slot, check_links
+from .chain_scan import ChainScan, ScannedCommit, check_links
 
 PAGE = 128
 """The number of commits in a page. It is a power of two, so that few commits link each page to the newest ones."""
@@ -29,7 +29,7 @@ class ChainPages:
 
     def __init__(self, scan: ChainScan) -> None:
         self._scan = scan
-        self._kept: OrderedDict[int, tuple[list[Slot], set[int], set[tuple[int, int]]]] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[list[ScannedCommit], set[int], set[tuple[int, int]]]] = OrderedDict()
         self._set_back = 0
         self._reading = threading.Lock()
 
@@ -49,17 +49,17 @@ class ChainPages:
                 self._kept.clear()
                 self._set_back = self._scan.times_set_back
             kept = self._kept.pop(number) if number in self._kept else self._read(number, head)
-            slots, anchors, skips = kept
-            if len(slots) == PAGE:  # a page that still grows is read again
+            page, anchors, skips = kept
+            if len(page) == PAGE:  # a page that still grows is read again
                 self._kept[number] = kept
             while len(self._kept) > _KEPT_PAGES:
                 self._kept.popitem(last=False)
-        known = {**self._scan.in_memory(), **{slot.seq: slot for slot in slots}}
-        commits = [slot.commit for _, slot in sorted(known.items()) if slot.commit is not None]
+        known = {**self._scan.in_memory(), **{scanned.seq: scanned for scanned in page}}
+        commits = [scanned.commit for _, scanned in sorted(known.items()) if scanned.commit is not None]
         void, abandoned = void_among(commits), abandoned_among(commits)
         return {
             "page": number,
-            "entries": [self._scan.entry(slot, void, abandoned, anchors) for slot in slots],
+            "entries": [self._scan.entry(scanned, void, abandoned, anchors) for scanned in page],
             "skips": [list(pair) for pair in sorted(skips)],
         }
 
@@ -87,22 +87,22 @@ class ChainPages:
 
     def _versions_at(self, seq: int) -> int:
         for near in range(seq, max(-1, seq - _NEIGHBOURS), -1):
-            commit = self._scan.slot(near).commit
+            commit = self._scan.scanned(near).commit
             if commit is not None:
                 return commit.updates
         return 0
 
-    def _read(self, number: int, head: int) -> tuple[list[Slot], set[int], set[tuple[int, int]]]:
+    def _read(self, number: int, head: int) -> tuple[list[ScannedCommit], set[int], set[tuple[int, int]]]:
         first, last = number * PAGE, min(head, number * PAGE + PAGE - 1)
         known = self._scan.in_memory()
         ladder = list(_ladder(min(last + 1, head), known))
-        read = {slot.seq: slot for slot in self._scan.read_all([*range(first, last + 1), *ladder])}
+        read = {scanned.seq: scanned for scanned in self._scan.read_all([*range(first, last + 1), *ladder])}
         checked = check_links({**known, **read})
         anchors, skips = self._scan.shortcuts(first - 1, last)
         return [checked[seq] for seq in range(first, last + 1)], anchors, skips
 
 
-def _ladder(top: int, known: dict[int, Slot]) -> Iterator[int]:
+def _ladder(top: int, known: dict[int, ScannedCommit]) -> Iterator[int]:
     """Yield the commits that lead from one in memory down to `top`, each linked to by the one before it."""
     at = min((seq for seq in known if seq >= top), default=top)
     while at > top:

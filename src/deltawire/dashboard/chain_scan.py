@@ -12,7 +12,7 @@ from itertools import islice, takewhile
 from typing import Any
 
 from ..chain.log import ChainLog
-from ..chain.newest_seq import newest_filled
+from ..chain.newest_number import newest_number
 from ..chain.void_commits import abandoned_among, void_among
 from ..errors import DeltawireError, ObjectMissing, StoreError
 from ..format.records.version_records import Commit
@@ -35,7 +35,7 @@ _METRICS = ("reward", "reward_std", "mismatch_kl", "loss", "lag", "entropy", "to
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ScannedCommit:
     """A commit, or the reason why there is none that can be shown."""
 
     seq: int
@@ -59,8 +59,8 @@ class ChainScan:
         self._log = log
         self._window = window
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="deltawire-dashboard")
-        self._slots: dict[int, Slot] = {}
-        self._samples: dict[int, Slot] = {}
+        self._scanned: dict[int, ScannedCommit] = {}
+        self._samples: dict[int, ScannedCommit] = {}
         self._stride = 1
         self._damage: dict[int, str] = {}
         self._anchors: set[int] = set()
@@ -68,19 +68,19 @@ class ChainScan:
         self._floor = -1
         self._looks = 0
         self.head: int | None = None
-        """The highest slot that is filled."""
+        """The highest seq that has a commit."""
         self.times_set_back = 0
         """How often the store was set back to an earlier state, so that everything was read again."""
-        self._lost: Slot | None = None
+        self._lost: ScannedCommit | None = None
         """The newest commit that was seen, if it is no longer in the store."""
 
     def look(self) -> None:
         """Read what is new. Raises errors of the store, after which it can be called again."""
         self._looks += 1
-        if self.head is not None and self._looks % _RECHECK_LOOKS == 0 and not self._is_filled(self.head):
-            self._lost = self._slots[self.head]
+        if self.head is not None and self._looks % _RECHECK_LOOKS == 0 and not self._has_commit(self.head):
+            self._lost = self._scanned[self.head]
             self._forget()
-        head = self._newest_slot()
+        head = self._newest_seq()
         if head is None:
             return
         self._read_window(head)
@@ -90,16 +90,16 @@ class ChainScan:
             self._check_newest(head)
         self._floor = min(self._log.floor(), head)
         self.head = head
-        if self._lost is not None and head >= self._lost.seq and self.slot(self._lost.seq).hash == self._lost.hash:
+        if self._lost is not None and head >= self._lost.seq and self.scanned(self._lost.seq).hash == self._lost.hash:
             self._lost = None
 
     def close(self) -> None:
         """Stop the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def slot(self, seq: int) -> Slot:
-        """Return one slot, from memory or from the store. Raises errors of the store."""
-        return self._slots.get(seq) or self._samples.get(seq) or self._read(seq)
+    def scanned(self, seq: int) -> ScannedCommit:
+        """Return one commit, from memory or from the store. Raises errors of the store."""
+        return self._scanned.get(seq) or self._samples.get(seq) or self._read(seq)
 
     def note_damage(self, seq: int, reason: str) -> None:
         """Show a version as damaged, because its files could not be used."""
@@ -108,34 +108,34 @@ class ChainScan:
 
     def version_of(self, seq: int | None) -> int | None:
         """Return the number of the version at a commit that is in memory. None if it is not."""
-        slot = None if seq is None else self._slots.get(seq) or self._samples.get(seq)
-        return None if slot is None or slot.commit is None else slot.commit.updates
+        scanned = None if seq is None else self._scanned.get(seq) or self._samples.get(seq)
+        return None if scanned is None or scanned.commit is None else scanned.commit.updates
 
     def newest(self) -> Commit | None:
         """Return the newest commit in memory that left a state in force. None if there is none."""
-        for seq in sorted(self._slots, reverse=True):
-            commit = self._slots[seq].commit
+        for seq in sorted(self._scanned, reverse=True):
+            commit = self._scanned[seq].commit
             if commit is not None and commit.state_seq is not None:
                 return commit
         return None
 
-    def window(self) -> list[Slot]:
+    def window(self) -> list[ScannedCommit]:
         """Return the newest commits, oldest first."""
-        return [self._slots[seq] for seq in sorted(self._slots)]
+        return [self._scanned[seq] for seq in sorted(self._scanned)]
 
-    def in_memory(self) -> dict[int, Slot]:
+    def in_memory(self) -> dict[int, ScannedCommit]:
         """Return all commits in memory by their seqs: the newest ones, and the samples."""
-        return {**self._samples, **self._slots}
+        return {**self._samples, **self._scanned}
 
-    def read_all(self, seqs: Iterable[int]) -> list[Slot]:
-        """Return slots, from memory or from the store, many at once. Raises errors of the store.
+    def read_all(self, seqs: Iterable[int]) -> list[ScannedCommit]:
+        """Return commits, from memory or from the store, many at once. Raises errors of the store.
 
         Parameters
         ----------
         seqs
             The numbers of the commits.
         """
-        return list(self._pool.map(self.slot, seqs))
+        return list(self._pool.map(self.scanned, seqs))
 
     def updates_between(self, low: int, high: int) -> Updates:
         """Return what a member takes that goes through all versions after one commit and up to another, as far as they are in memory.
@@ -145,16 +145,16 @@ class ChainScan:
         low, high
             The commits that the member had and has.
         """
-        slots = (slot.commit for seq, slot in self._slots.items() if low < seq <= high)
-        deltas = [commit for commit in slots if commit is not None and commit.kind == "delta"]
+        commits = (scanned.commit for seq, scanned in self._scanned.items() if low < seq <= high)
+        deltas = [commit for commit in commits if commit is not None and commit.kind == "delta"]
         return Updates(len(deltas), sum(one.stored_bytes for one in deltas), sum(one.state_bytes for one in deltas))
 
     def plain(self) -> dict[str, Any]:
         """Return the chain as plain values."""
-        commits = [slot.commit for slot in self.window() if slot.commit is not None]
+        commits = [scanned.commit for scanned in self.window() if scanned.commit is not None]
         void, abandoned = void_among(commits), abandoned_among(commits)
         newest = self.newest()
-        skips = [[seq, base] for seq, base in sorted(self._skips) if seq in self._slots]
+        skips = [[seq, base] for seq, base in sorted(self._skips) if seq in self._scanned]
         return {
             "head": self.head,
             "version": None if newest is None else newest.updates,
@@ -163,37 +163,37 @@ class ChainScan:
             "recipe": None if newest is None or newest.recipe is None else short(str(newest.recipe), 80),
             "floor": self._floor,
             "floor_version": self.version_of(self._floor),
-            "entries": [self.entry(slot, void, abandoned, self._anchors) for slot in self.window()],
+            "entries": [self.entry(scanned, void, abandoned, self._anchors) for scanned in self.window()],
             "skips": skips,
             "stride": self._stride,
-            "samples": [self.entry(slot) for _, slot in sorted(self._samples.items()) if slot.seq not in self._slots],
+            "samples": [self.entry(scanned) for _, scanned in sorted(self._samples.items()) if scanned.seq not in self._scanned],
             "set_back": self._lost is not None,
         }
 
     def entry(
-        self, slot: Slot, void: Set[int] = frozenset(), abandoned: Set[int] = frozenset(), anchors: Set[int] = frozenset()
+        self, scanned: ScannedCommit, void: Set[int] = frozenset(), abandoned: Set[int] = frozenset(), anchors: Set[int] = frozenset()
     ) -> dict[str, Any]:
-        """Return a slot as plain values.
+        """Return a commit as plain values.
 
         Parameters
         ----------
-        slot
-            The slot.
+        scanned
+            The commit.
         void, abandoned, anchors
             The seqs of commits that are void, that were abandoned, and that a shortcut made full checkpoints of.
         """
-        problem = slot.problem or self._damage.get(slot.seq)
-        entry: dict[str, Any] = {"seq": slot.seq, "problem": None if problem is None else short(problem, 400)}
-        commit = slot.commit
+        problem = scanned.problem or self._damage.get(scanned.seq)
+        entry: dict[str, Any] = {"seq": scanned.seq, "problem": None if problem is None else short(problem, 400)}
+        commit = scanned.commit
         if commit is None:
             return {**entry, "kind": "corrupt"}
         flags = [
             name
             for name, is_set in (
-                ("void", slot.seq in void),
-                ("abandoned", slot.seq in abandoned),
-                ("collected", slot.seq <= self._floor and slot.seq not in anchors and commit.kind != "fence"),
-                ("anchored", slot.seq in anchors),
+                ("void", scanned.seq in void),
+                ("abandoned", scanned.seq in abandoned),
+                ("collected", scanned.seq <= self._floor and scanned.seq not in anchors and commit.kind != "fence"),
+                ("anchored", scanned.seq in anchors),
             )
             if is_set
         ]
@@ -213,7 +213,7 @@ class ChainScan:
         }
 
     def _forget(self) -> None:
-        self._slots.clear()
+        self._scanned.clear()
         self._samples.clear()
         self._skips.clear()
         self._anchors.clear()
@@ -221,17 +221,17 @@ class ChainScan:
         self.times_set_back += 1
         self._log.forget()
 
-    def _newest_slot(self) -> int | None:
-        """Return the highest filled slot: slots are filled without gaps. Nothing is trusted except that an object exists."""
+    def _newest_seq(self) -> int | None:
+        """Return the highest seq that has a commit: seqs have no gaps. Nothing is trusted except that an object exists."""
         start = self.head
         if start is None:
             hint = self._log.hint()
-            start = hint if hint is not None and self._is_filled(hint) else 0 if self._is_filled(0) else None
+            start = hint if hint is not None and self._has_commit(hint) else 0 if self._has_commit(0) else None
         if start is None:
             return None
-        return newest_filled(start, self._is_filled)
+        return newest_number(start, self._has_commit)
 
-    def _is_filled(self, seq: int) -> bool:
+    def _has_commit(self, seq: int) -> bool:
         try:
             self._log.store.head(keys.commit_key(seq))
         except ObjectMissing:
@@ -240,32 +240,32 @@ class ChainScan:
 
     def _read_window(self, head: int) -> None:
         lowest = max(0, head - self._window + 1)
-        wanted = [seq for seq in range(lowest, head + 1) if seq not in self._slots]
-        read = {slot.seq: slot for slot in self._pool.map(self._read, wanted)}
-        self._slots = check_links({seq: slot for seq, slot in {**self._slots, **read}.items() if seq >= lowest})
+        wanted = [seq for seq in range(lowest, head + 1) if seq not in self._scanned]
+        read = {scanned.seq: scanned for scanned in self._pool.map(self._read, wanted)}
+        self._scanned = check_links({seq: scanned for seq, scanned in {**self._scanned, **read}.items() if seq >= lowest})
 
     def _read_samples(self, head: int) -> None:
         while head // self._stride > SAMPLES:
             self._stride *= 2
-        samples = {seq: slot for seq, slot in self._samples.items() if seq % self._stride == 0}
+        samples = {seq: scanned for seq, scanned in self._samples.items() if seq % self._stride == 0}
         wanted = [seq for seq in range(0, head + 1, self._stride) if seq not in samples]
-        samples |= {slot.seq: slot for slot in self._pool.map(lambda seq: self._slots.get(seq) or self._read(seq), wanted)}
+        samples |= {scanned.seq: scanned for scanned in self._pool.map(lambda seq: self._scanned.get(seq) or self._read(seq), wanted)}
         self._samples = check_links(samples)
 
-    def _read(self, seq: int) -> Slot:
+    def _read(self, seq: int) -> ScannedCommit:
         try:
             commit = self._log.read(seq)
             if commit is None:
-                return Slot(seq, None, "", f"commit {seq} is missing, although a later one exists.")
-            return Slot(seq, commit, self._log.hash(seq), None)
+                return ScannedCommit(seq, None, "", f"commit {seq} is missing, although a later one exists.")
+            return ScannedCommit(seq, commit, self._log.hash(seq), None)
         except StoreError:
             raise
         except DeltawireError as error:
-            return Slot(seq, None, "", str(error))
+            return ScannedCommit(seq, None, "", str(error))
 
     def _read_shortcuts(self, head: int) -> None:
         """List the shortcuts to the newest commits. In most looks only the last of them are listed, because collection deletes few."""
-        lowest = min(self._slots, default=0)
+        lowest = min(self._scanned, default=0)
         after = lowest - 1 if self._looks % _RECHECK_LOOKS == 1 else max(lowest, head - _LATE_SHORTCUTS) - 1
         found_anchors, found_skips = self.shortcuts(after, head)
         self._anchors = {seq for seq in self._anchors if lowest <= seq <= after} | found_anchors
@@ -296,10 +296,10 @@ class ChainScan:
 
     def _check_newest(self, head: int) -> None:
         """Look up the first files of the newest version, which every reader needs now."""
-        slot = self._slots.get(head)
-        if slot is None or slot.commit is None:
+        scanned = self._scanned.get(head)
+        if scanned is None or scanned.commit is None:
             return
-        for entry in slot.commit.named_objects[:_CHECKED_FILES]:
+        for entry in scanned.commit.named_objects[:_CHECKED_FILES]:
             try:
                 size = self._log.store.head(entry.key).size
                 reason = None if size == entry.size else f"{entry.key} has {size:,} bytes, but its commit says {entry.size:,}."
@@ -309,27 +309,27 @@ class ChainScan:
                 self.note_damage(head, reason)
 
 
-def check_links(slots: dict[int, Slot]) -> dict[int, Slot]:
+def check_links(all_scanned: dict[int, ScannedCommit]) -> dict[int, ScannedCommit]:
     """Compare each commit with the hashes of later ones, from the newest down. A commit that cannot be read vouches for none.
 
-    Return the slots, in which those that do not fit are corrupt.
+    Return the commits, in which those that do not fit are corrupt.
 
     Parameters
     ----------
-    slots
-        The slots by their seqs.
+    all_scanned
+        The commits by their seqs.
     """
-    found = dict(slots)
+    found = dict(all_scanned)
     expected: dict[int, str] = {}
-    for seq in sorted(slots, reverse=True):
-        slot = slots[seq]
-        if slot.problem is None and expected.get(seq, slot.hash) != slot.hash:
+    for seq in sorted(all_scanned, reverse=True):
+        scanned = all_scanned[seq]
+        if scanned.problem is None and expected.get(seq, scanned.hash) != scanned.hash:
             why = f"commit {seq} is another than the one that later commits link to."
-            found[seq] = slot = Slot(seq, None, slot.hash, why)
-        if slot.commit is not None:
-            expected |= dict(slot.commit.links)
-            if slot.commit.parent is not None:
-                expected[seq - 1] = slot.commit.parent
+            found[seq] = scanned = ScannedCommit(seq, None, scanned.hash, why)
+        if scanned.commit is not None:
+            expected |= dict(scanned.commit.links)
+            if scanned.commit.parent is not None:
+                expected[seq - 1] = scanned.commit.parent
     return found
 
 

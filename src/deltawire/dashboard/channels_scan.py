@@ -105,8 +105,8 @@ class ChannelsScan:
         if name in self._problems or not moves:
             return self._problems.get(name)
         target = moves[0].target
-        slot = self._chain.in_memory().get(target.seq)
-        if slot is None or (slot.commit is not None and slot.commit.kind != "fence" and slot.hash == target.commit):
+        scanned = self._chain.in_memory().get(target.seq)
+        if scanned is None or (scanned.commit is not None and scanned.commit.kind != "fence" and scanned.hash == target.commit):
             return None
         return f"its move {moves[0].move} names commit {target.seq}, which is another one or cannot be read."
 

@@ -129,7 +129,7 @@ class Observer:
         with self._changed:
             found = {name: json.loads(text) for name, text in self._texts.items()}
         with self._looking:
-            commits = [slot.commit for slot in self._chain.window() if slot.commit is not None and slot.commit.kind != "fence"]
+            commits = [scanned.commit for scanned in self._chain.window() if scanned.commit is not None and scanned.commit.kind != "fence"]
             published = [(commit.time / 1000, commit.seq) for commit in commits]
             return {**found, "history": {} if self._fleet is None else self._fleet.plain_history(published)}
 
@@ -162,10 +162,10 @@ class Observer:
         with self._reading:
             if seq in self._kept_details:
                 return self._kept_details[seq]
-            slot = self._chain.slot(seq)
-            if slot.commit is None:
-                return {"seq": seq, "kind": "corrupt", "problem": short(slot.problem or "it cannot be read.", 400)}
-            details = self._details.read(self._log, slot.commit, collected=seq <= self._log.floor())
+            scanned = self._chain.scanned(seq)
+            if scanned.commit is None:
+                return {"seq": seq, "kind": "corrupt", "problem": short(scanned.problem or "it cannot be read.", 400)}
+            details = self._details.read(self._log, scanned.commit, collected=seq <= self._log.floor())
             if details["problem"] is not None:
                 self._chain.note_damage(seq, details["problem"])
                 return details  # a damaged object may be repaired
@@ -202,8 +202,8 @@ class Observer:
     @property
     def newest_versions(self) -> list[int]:
         """The seqs of the commits in memory that made versions, the newest first."""
-        slots = reversed(self._chain.window())
-        return [slot.seq for slot in slots if slot.commit is None or slot.commit.kind != "fence"]
+        newest_first = reversed(self._chain.window())
+        return [scanned.seq for scanned in newest_first if scanned.commit is None or scanned.commit.kind != "fence"]
 
     @property
     def read_bytes(self) -> int:
@@ -280,7 +280,7 @@ class Observer:
             return {"status": status}
         channels, traffic, gates = self._channels.plain(), self._traffic.plain(), self._gates.plain()
         chain, members, readers = self._chain.plain(), self._fleet.plain_members(now), self._readers.plain()
-        steps = {slot.seq: slot.commit.step for slot in self._chain.window() if slot.commit is not None}
+        steps = {scanned.seq: scanned.commit.step for scanned in self._chain.window() if scanned.commit is not None}
         rejections = [
             {"step": one.step, "results": len(one.results), "why": short(one.why, 300), "time": one.time / 1000}
             for one in self._fleet.rejections

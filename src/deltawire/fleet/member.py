@@ -193,7 +193,7 @@ class Member:
             draw_nonce=lambda: secrets.token_hex(16),
             clock=lambda: max(0, int(self._clock() * 1000)),
             draw=random.random,
-            slots=self._tasks,
+            tasks_at_a_time=self._tasks,
             poll_seconds=self._poll,
             on_event=self._on_event,
             keyring=FleetKeyring(trusted_keys=self._log.trusted_keys),

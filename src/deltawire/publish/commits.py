@@ -231,7 +231,7 @@ class ChainWriter:
                 self._advance(attempt.commit, record_hash(found), in_force=True)
                 attempt.landed = True
             else:
-                self._yield_slot(found, attempt)
+                self._yield_seq(found, attempt)
 
     def _read_again(self, seq: int) -> bytes:
         """Read a commit again. Halting is final, so it must not happen because of a bit that flipped in transit."""
@@ -253,7 +253,7 @@ class ChainWriter:
         except StoreError:
             return
 
-    def _yield_slot(self, found: bytes, attempt: Attempt) -> None:
+    def _yield_seq(self, found: bytes, attempt: Attempt) -> None:
         """Handle another writer's commit at the seq of our attempt: halt, or try the next seq."""
         other = Commit.parse(found)
         if other.seq != attempt.commit.seq or other.id != self.run.id:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..chain.channels import KEPT_TARGETS, ChannelReader, channel_names, target_of
 from ..chain.log import ChainLog
-from ..chain.newest_seq import newest_filled
+from ..chain.newest_number import newest_number
 from ..chain.uptime import uptime
 from ..errors import ChainBroken, CorruptRecord, DataDamaged, DataMissing, RelayConflict, SignatureInvalid, UnsupportedVersion
 from ..events import OnEvent, emit
@@ -105,7 +105,7 @@ class ChannelCopy:
             def key(move: int) -> str:
                 return keys.channel_key(reader.name, move)
 
-            found = newest_filled(-1, lambda move: move <= MAX_EPOCH and read_record(self._target, key(move)) is not None)
+            found = newest_number(-1, lambda move: move <= MAX_EPOCH and read_record(self._target, key(move)) is not None)
             if found >= 0 and not has_record(self._target, key(found), self._log.object(key(found))):
                 raise RelayConflict(f"{key(found)} in {self._target.url} is not the one in {self._log.store.url}.")
             self._copied[reader.name] = found

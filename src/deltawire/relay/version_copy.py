@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..chain.fetch import Fetcher, WasCollected
 from ..chain.log import ChainLog
-from ..chain.newest_seq import newest_filled
+from ..chain.newest_number import newest_number
 from ..chain.routes.remaining_routes import was_collected
 from ..chain.routes.restore import FAR, Hop, find_route
 from ..errors import (
@@ -193,7 +193,7 @@ class VersionCopy:
 
     def _common_end(self, head: Commit) -> int:
         """Return the number of the newest commit that both stores have, or −1. Raises `RelayConflict` if the commits differ."""
-        last = min(self._last_filled(), head.seq)
+        last = min(self._newest_seq(), head.seq)
         if last >= 0:
             commit = self.log.ancestor(head, last)
             if not has_record(self._target, keys.commit_key(last), self.log.raw(last)):
@@ -202,8 +202,8 @@ class VersionCopy:
             self.version = None if in_force.state_seq is None else self.log.state_commit(in_force)
         return last
 
-    def _last_filled(self) -> int:
-        """Return the highest filled slot of the region's store, or −1. Slots are filled without gaps."""
+    def _newest_seq(self) -> int:
+        """Return the highest seq that has a commit in the region's store, or −1. Seqs have no gaps."""
         hint = -1 if self.newest is None else self.newest.seq
         if hint < 0:
             data = read_record(self._target, keys.HEAD)
@@ -211,11 +211,11 @@ class VersionCopy:
                 hint = -1 if data is None else Head.parse(data).seq
             except (CorruptRecord, UnsupportedVersion):
                 hint = -1
-            if hint >= 0 and not self._is_filled(hint):
+            if hint >= 0 and not self._has_commit(hint):
                 hint = -1
-        return newest_filled(hint, self._is_filled)
+        return newest_number(hint, self._has_commit)
 
-    def _is_filled(self, seq: int) -> bool:
+    def _has_commit(self, seq: int) -> bool:
         try:
             self._target.head(keys.commit_key(seq))
         except ObjectMissing:

@@ -92,7 +92,7 @@ def probe_key(nonce: str) -> str:
 
 
 def data_key(epoch: int, seq: int, blake3: str, suffix: str) -> str:
-    """Return the key under which a writer of `epoch` stores an object for slot `seq`. `suffix` is "safetensors" or "file"."""
+    """Return the key under which a writer of `epoch` stores an object for commit `seq`. `suffix` is "safetensors" or "file"."""
     return check_data_key(f"{DATA}{_digits(epoch, 10)}/{_digits(seq, 20)}/{blake3}.{suffix}")
 
 

@@ -228,10 +228,10 @@ def test_a_commit_of_another_run_is_corrupt():
         ChainLog(chain.store).read(3)
 
 
-def test_an_object_that_is_no_commit_is_corrupt_and_the_error_names_its_slot():
+def test_an_object_that_is_no_commit_is_corrupt_and_the_error_names_its_number():
     chain = trained_chain(2)
     chain.store.put(keys.commit_key(3), b"{}")
-    with pytest.raises(CorruptRecord, match=r"^slot 3 in "):
+    with pytest.raises(CorruptRecord, match=r"^commit 3 in "):
         ChainLog(chain.store).read(3)
 
 

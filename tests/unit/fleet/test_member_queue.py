@@ -65,7 +65,7 @@ def advance(steps: Any, answer: Any = None) -> Any:
 
 
 def test_a_member_holds_one_task_more_than_its_engine_works_on() -> None:
-    me = member(slots=2)
+    me = member(tasks_at_a_time=2)
     rooms = []
     for number in range(3):
         rooms.append((me.has_room, me.is_busy))

@@ -1,7 +1,7 @@
 """Read single records of a chain from the store, and check each by itself.
 
 `deltawire.chain.log` checks whether commits fit together. Commits are immutable and never deleted, so those that were read are
-kept in memory. An empty slot is never remembered, because it may be filled at any time.
+kept in memory. A missing commit is never remembered, because it may be made at any time.
 """
 
 from __future__ import annotations
@@ -96,18 +96,18 @@ class RecordReader:
         return self.run.limits.within(self._own_limits)
 
     def read(self, seq: int) -> Commit | None:
-        """Return the commit in a slot, or None if the slot is empty. Its form, run, limits and signature are checked, but not its links."""
-        found = self._slot(seq)
+        """Return the commit at a seq, or None if there is none. Its form, run, limits and signature are checked, but not its links."""
+        found = self._record(seq)
         return None if found is None else found[2]
 
     def raw(self, seq: int) -> bytes | None:
-        """Return the bytes of the commit in a slot, or None if the slot is empty."""
-        found = self._slot(seq)
+        """Return the bytes of the commit at a seq, or None if there is none."""
+        found = self._record(seq)
         return None if found is None else found[0]
 
     def hash(self, seq: int) -> str:
-        """Return the hash of the commit in a slot, which links to it must have. Raises `VersionUnknown` if the slot is empty."""
-        found = self._slot(seq)
+        """Return the hash of the commit at a seq, which links to it must have. Raises `VersionUnknown` if there is none."""
+        found = self._record(seq)
         if found is None:
             raise VersionUnknown(f"the chain at {self.store.url} has no commit {seq}.")
         return found[1]
@@ -210,7 +210,7 @@ class RecordReader:
         return mark
 
     def _hash_in_store(self, seq: int) -> str | None:
-        """Return the hash of the commit that a slot holds now, or None if it is empty."""
+        """Return the hash of the commit that the store now has at a seq, or None if it has none."""
         data = self._get(keys.commit_key(seq))
         return None if data is None else record_hash(data)
 
@@ -222,7 +222,7 @@ class RecordReader:
         except (CorruptRecord, UnsupportedVersion):  # any writer may have overwritten it, and it is only a hint
             return None
 
-    def _slot(self, seq: int) -> tuple[bytes, str, Commit] | None:
+    def _record(self, seq: int) -> tuple[bytes, str, Commit] | None:
         with self._lock:
             if seq in self._kept:
                 self._kept.move_to_end(seq)
@@ -233,9 +233,9 @@ class RecordReader:
         try:
             commit = Commit.parse(data)
         except CorruptRecord as error:
-            raise CorruptRecord(f"slot {seq} in {self.store.url}: {error.message}") from None
+            raise CorruptRecord(f"commit {seq} in {self.store.url}: {error.message}") from None
         if commit.seq != seq:
-            raise CorruptRecord(f"slot {seq} in {self.store.url} holds commit {commit.seq}.")
+            raise CorruptRecord(f"the record of commit {seq} in {self.store.url} is commit {commit.seq}.")
         check_same_run(commit.id, self.run, f"commit {seq} in {self.store.url}")
         self.limits.check(commit)
         check_signature(commit, self.trusted_keys)

@@ -52,9 +52,9 @@ def draw(first: int, glyphs: str, skips: Iterable[tuple[int, int]], width: int) 
 def _lane_cells(lane: Sequence[tuple[int, int]], start: int, length: int) -> str:
     cells = [" "] * length
     for base, seq in lane:
-        for slot in range(max(base, start), min(seq, start + length - 1) + 1):
-            mark = "╰" if slot == base else "╯" if slot == seq else "─"
-            cells[slot - start] = mark if cells[slot - start] == " " else "┴"
+        for at in range(max(base, start), min(seq, start + length - 1) + 1):
+            mark = "╰" if at == base else "╯" if at == seq else "─"
+            cells[at - start] = mark if cells[at - start] == " " else "┴"
     return "".join(cells).rstrip()
 
 

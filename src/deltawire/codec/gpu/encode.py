@@ -52,7 +52,7 @@ _MOST_SCAN_BLOCKS = 4
 """The most thread blocks per processor. A processor gets as many as it runs at the same time, because others would run alone at the end."""
 
 _GRANT = 1024
-"""Slots of the list that a warp takes at a time."""
+"""Entries of the list that a warp takes at a time."""
 
 _ALIGNMENT = 16
 
@@ -172,11 +172,11 @@ class _Slab:
     on_device: torch.Tensor
     """The blocks."""
     found: torch.Tensor | None
-    """Elements and changes by context, slots and numbers of changes of every unit. Each is an array over all tiles."""
+    """Elements and changes by context; of every unit, where its changes begin and how many it has. Each is an array over all tiles."""
     chunks: torch.Tensor
     """The facts of all chunks, the list of chunks to encode, and where they end. Each is an array over all tiles."""
     progress: torch.Tensor
-    """Slots of the list and words of bodies that are taken, the number of chunks, the number of the next one to encode; then the sizes
+    """Entries of the list and words of bodies that are taken, the number of chunks, the number of the next one to encode; then the sizes
     of all blocks, and the sizes of chunks at their ends that change nothing."""
     changes: Changes
     sums_before: torch.Tensor
@@ -263,7 +263,7 @@ class _Workspace:
         self._scan_blocks = min(resident, _MOST_SCAN_BLOCKS) * gpu.processors
         self.nbytes = elements * table.width // 8
         self._value_size: int = storage_type(table.width).itemsize
-        # A unit never takes more slots than a grant has.
+        # A unit never takes more entries than a grant has.
         share = _SHARE if table.width > 8 else _NARROW_SHARE
         wanted = max(int(share * self.nbytes / (2 + 2 * self._value_size)), _LEAST_LIST)
         self._capacity = min(wanted, (-(-elements // UNIT) + ntiles) * UNIT)

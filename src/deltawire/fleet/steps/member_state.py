@@ -96,7 +96,7 @@ class MemberState:
         Seconds between two looks at the board.
     longest_pause
         Largest number of seconds between two tries.
-    slots
+    tasks_at_a_time
         How many tasks the engine works on at the same time.
     ahead
         How many more tasks the member leases before the engine can begin them.
@@ -166,7 +166,7 @@ class MemberState:
     ticks: Callable[[], float] = time.monotonic
     poll_seconds: float = 1.0
     longest_pause: float = 30.0
-    slots: int = 1
+    tasks_at_a_time: int = 1
     ahead: int = 1
     lease_seconds: float = 60.0
     on_event: OnEvent | None = None
@@ -222,12 +222,12 @@ class MemberState:
     @property
     def has_room(self) -> bool:
         """True if the member may lease another task."""
-        return len(self.queue) + len(self.begun) < self.slots + self.ahead
+        return len(self.queue) + len(self.begun) < self.tasks_at_a_time + self.ahead
 
     @property
     def is_busy(self) -> bool:
         """True if the engine has all the work that it can do now."""
-        return len(self.queue) + len(self.begun) >= self.slots
+        return len(self.queue) + len(self.begun) >= self.tasks_at_a_time
 
     @property
     def seconds_to_spare(self) -> float:

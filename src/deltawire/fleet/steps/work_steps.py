@@ -24,7 +24,7 @@ class TaskFailed(EngineUnavailable):
 
 
 def work_steps(me: MemberState) -> Steps[None]:
-    """Do the tasks of the queue, one after the other, until the member leaves. Run these steps `me.slots` times.
+    """Do the tasks of the queue, one after the other, until the member leaves. Run these steps `me.tasks_at_a_time` times.
 
     If a task fails, the member drops its lease, and continues after a pause. Errors that are not retryable are raised.
     """
@@ -33,7 +33,7 @@ def work_steps(me: MemberState) -> Steps[None]:
         seen = me.changed.count
         if me.leaving:
             return
-        task = None if len(me.made) > me.slots else me.begin_task()  # results that cannot be uploaded must not pile up
+        task = None if len(me.made) > me.tasks_at_a_time else me.begin_task()  # results that cannot be uploaded must not pile up
         if task is None:
             yield Wait(me.changed, seen, me.longest_pause)
             continue

@@ -37,7 +37,7 @@ def record_hash(data: bytes) -> str:
 
 
 def link_targets(seq: int) -> list[int]:
-    """Return the slots that a commit links to besides its parent: seq − 2^k for every k ≥ 1 with 2^k dividing seq, by rising k."""
+    """Return the seqs that a commit links to besides its parent: seq − 2^k for every k ≥ 1 with 2^k dividing seq, by rising k."""
     return [seq - (1 << k) for k in range(1, (seq & -seq).bit_length())] if seq > 0 else []
 
 
@@ -121,7 +121,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class CommitRef:
-    """A reference to a commit: its slot and the hash of its bytes. `digest` is the digest of its state, or None for an empty chain."""
+    """A reference to a commit: its seq and the hash of its bytes. `digest` is the digest of its state, or None for an empty chain."""
 
     seq: int
     commit: str

@@ -30,9 +30,9 @@ def check_commit(commit: Commit, fields: Fields) -> None:
     if commit.kind not in KINDS:
         fields.refuse(f"it is of the unknown kind {commit.kind!r}")
     if (commit.parent is None) != (commit.seq == 0) or [m for m, _ in commit.links] != link_targets(commit.seq):
-        fields.refuse("its parent or links do not fit its slot")
+        fields.refuse("its parent or links do not fit its seq")
     if commit.seq == 0 and commit.kind != "fence":
-        fields.refuse("slot 0 holds a fence, and nothing else")
+        fields.refuse("commit 0 is a fence, and nothing else")
     if commit.updates > commit.seq:
         fields.refuse(f"it counts {commit.updates} updates")
     if commit.base is not None and commit.base.seq >= commit.seq:

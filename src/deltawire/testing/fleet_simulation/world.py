@@ -38,7 +38,7 @@ class Member:
         Its engine.
     clock_offset
         By how many seconds its clock is wrong.
-    slots
+    tasks_at_a_time
         How many tasks it works on at the same time.
     misbehaviour
         How it breaks the rules; None for an honest member.
@@ -57,7 +57,7 @@ class Member:
     name: str
     engine: EngineModel
     clock_offset: float
-    slots: int
+    tasks_at_a_time: int
     misbehaviour: Misbehaviour | None = None
     process: Process | None = None
     state: MemberState | None = None
@@ -259,10 +259,10 @@ class World:
             self.random.random,
             lambda: self.kernel.now,
             poll_seconds=self.member_poll,
-            slots=member.slots,
+            tasks_at_a_time=member.tasks_at_a_time,
         )
         self.log(member.name, "starts")
-        threads = [claim_steps(state), upload_steps(state), *(work_steps(state) for _ in range(member.slots))]
+        threads = [claim_steps(state), upload_steps(state), *(work_steps(state) for _ in range(member.tasks_at_a_time))]
         member.running = len(threads)
         for steps in threads:
             process.start(steps, lambda value, error: self._thread_ended(member, process, error))

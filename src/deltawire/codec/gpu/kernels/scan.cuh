@@ -2,7 +2,7 @@
 // contexts. A warp works on one tile at a time, unit by unit. It fetches the next unit while it works on this one.
 
 constexpr u32 SCAN_WARPS = 4;
-constexpr u32 GRANT = 1024;              // slots that a warp takes from the list at a time; at least as many as a unit has elements
+constexpr u32 GRANT = 1024;              // entries that a warp takes from the list at a time; at least as many as a unit has elements
 constexpr u32 LISTED = 256;              // changes of a unit that are processed at a time
 constexpr u32 RANK_WORDS = COUNTERS + 1; // per lane; the last one is not used, and avoids bank conflicts in columns
 
@@ -64,7 +64,7 @@ struct Changes {
     u16* ranks;      // rank of each change in its context, counted from the start of its tile
     Pair* pairs;
     u32 capacity;
-    u32* cursor;     // number of slots taken; if it exceeds the capacity, the changes beyond were not written
+    u32* cursor;     // number of entries taken; if it exceeds the capacity, the changes beyond were not written
 };
 
 // All tiles of a call, the tensors that they belong to, and the blocks or chunks that they belong to.
