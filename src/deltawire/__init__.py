@@ -7,6 +7,34 @@
 ...     publisher.publish(model, step=1)
 >>> with deltawire.Subscriber("s3://bucket/run") as subscriber:      # anywhere else
 ...     subscriber.sync()
+
+The packages and modules, each of which imports only those above it (docs/architecture.md has more):
+
+errors      every error that deltawire raises on purpose
+warnings    every warning
+events/     what happened, as plain values for logs and metrics
+telemetry/  events for Prometheus, trackers and traces
+dtypes      the element types that a checkpoint can hold
+codec/      the elements of one tensor
+format/     bytes at rest: delta files, checkpoints, records
+tensors/    states: names to tensors
+quantise/   from weights to the codes and scales that engines load
+delta/      encodes, decodes and applies whole states
+store/      keys and bytes
+chain/      reads a chain of versions
+publish/    writes one
+subscribe/  keeps a replica of one
+relay/      copies one to another region
+fleet/      rollouts from a fleet, through the store
+live/       what users got and said, and the rules of gates
+planning/   what a run would cost
+dashboard/  a page that shows a run
+engines/    vLLM, SGLang and transformers
+gateway/    a proxy in front of engines, which records what it answers
+trainers/   adapters for training libraries
+rl/         a small trainer, and the generator of a member
+testing/    conformance suites and simulations
+cli/        the command `deltawire`
 """
 
 import importlib

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import sys
+from pathlib import Path
 
+import pytest
 from markdown_blocks import PAGES, ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
@@ -28,6 +31,20 @@ def test_every_file_that_it_names_exists() -> None:
     paths = {path for found in named for path in found if path}
     assert [path for path in sorted(paths) if not ((ROOT / path).exists() or (SOURCE / path).exists())] == []
     assert len(paths) > 10
+
+
+PACKAGES = sorted(path.parent for path in SOURCE.rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.relative_to(SOURCE.parent).as_posix())
+def test_the_map_of_a_package_names_every_module_once(package: Path) -> None:
+    """The map is the part of the docstring with lines such as `name.py  what it does`, where the suffix may be missing."""
+    modules = [path.stem for path in package.glob("*.py") if path.stem not in ("__init__", "__main__")]
+    modules += [path.parent.name for path in package.glob("*/__init__.py")]
+    data = [path.name for path in package.iterdir() if path.is_dir() and not [*path.glob("*.py")]]
+    text = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))) or ""
+    named = re.findall(r"^ *(\w+)(?:\.py|/)? {2,}(?=\S)", text, re.MULTILINE)
+    assert sorted(name for name in named if name not in data) == sorted(modules)
 
 
 def test_there_is_one_oldest_release_of_vllm() -> None:

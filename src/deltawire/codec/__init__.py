@@ -2,6 +2,8 @@
 
 base       what every codec does
 bits       the bits of one tensor, in host memory or on a GPU
+varints    integers of variable length
+routing    routed experts as bytes
 native     the codec in C++
 reference  the codec that defines the format, in NumPy
 gpu        the codec on NVIDIA GPUs

@@ -1,17 +1,19 @@
 """Engines that generate, and how they get new weights while they do.
 
-    base.py          what every engine must be able to do
-    hot_swap.py      follows a chain and keeps an engine at its newest version
-    swap/            one swap: pause, apply, confirm, resume, and what happens if a step fails
-    module.py        transformers models and other modules in this process
-    weights/         the live weights of a module, changed in place or through a copy on the host
-    disk.py          engines that load checkpoints from a directory
-    sglang.py        SGLang servers
-    vllm/            vLLM servers
-    http_session.py  requests to the HTTP server of an engine
-    pretrained.py    loads config and tokenizer from the files of a chain
-    prompts.py       rows of a dataset as token ids
-    model_limits.py  what a model can be trained on
+    base.py            what every engine must be able to do
+    hot_swap.py        follows a chain and keeps an engine at its newest version
+    swap/              one swap: pause, apply, confirm, resume, and what happens if a step fails
+    module.py          transformers models and other modules in this process
+    weights/           the live weights of a module, changed in place or through a copy on the host
+    disk.py            engines that load checkpoints from a directory
+    sglang.py          SGLang servers
+    vllm/              vLLM servers
+    http_session.py    requests to the HTTP server of an engine
+    answer_table.py    what the engine drew for each answer, kept for a short time
+    routed_experts.py  routed experts in the answers of vLLM and SGLang
+    pretrained.py      loads config and tokenizer from the files of a chain
+    prompts.py         rows of a dataset as token ids
+    model_limits.py    what a model can be trained on
 
 An adapter is imported when it is first used, because most of them need a library.
 """

@@ -2,6 +2,8 @@
 
 event.py      `Event`, `emit`, and functions that make one listener from another
 log_lines.py  events as lines of the logger "deltawire"
+printable.py  text that is safe to print
+stopwatch.py  the seconds of phases
 registry.py   `REGISTRY`: every kind of event, and the check of an event against it
 kinds/        the kinds: one file for each part of the library, and the fields that several kinds share
 """

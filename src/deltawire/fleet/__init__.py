@@ -9,6 +9,10 @@ supervision     keeps members running, and starts dead ones again
 local_members   members as processes of this machine
 member_output   what members print, as lines and events
 chain_versions  which versions a chain has, and which of them were abandoned
+member_link     measures a member's link to the store
+member_routing  the routed experts of a result
+update_times    where the time of a member's last update went
+store_events    events that are made from the store of a run alone
 fleet_keyring   signatures of the trainer's records
 rules/          the rules, without I/O
 steps/          what trainer and members do, as generators of requests

@@ -4,6 +4,8 @@ bits               one tensor of NumPy or torch as bits, without a copy
 names              which names a tensor can have
 torch_types        what deltawire asks of torch about a tensor
 state              whole states: their digest, their codec, batches of their tensors
+columns            states of many tensors, in columns
+unwritten_state    states that are written only if they are read
 casting            weights rounded to the type that the engines serve
 finite             weights that are NaN or infinite
 gpu_handover       waiting for GPU work before another thread reads its result

@@ -1,9 +1,11 @@
 """Tools for tests: conformance suites for stores and engines, a store that fails by script, and a simulation of fleets.
 
-faulty_store        a store that fails, dies or damages data where a test says so
-store_conformance   tests that every store must pass
-engine_conformance  tests that every engine must pass
-fleet_simulation/   a fleet in virtual time (docs/simulation.md)
+faulty_store         a store that fails, dies or damages data where a test says so
+store_conformance    tests that every store must pass
+engine_conformance   tests that every engine must pass
+fleet_simulation/    a fleet in virtual time (docs/simulation.md)
+live_simulation/     live traffic in virtual time
+release_simulation/  live traffic, channels and gates in virtual time
 
 The conformance suites need pytest, so they are imported only when they are used.
 """

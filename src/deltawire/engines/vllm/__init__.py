@@ -2,20 +2,24 @@
 
 In vLLM's processes, in the order in which an update passes through them:
 
-    plugin.py         the entry point that vLLM calls; it registers the backend `deltawire`
-    engine_core.py    lets EngineCore swap in one call, between two steps
-    engine_holds.py   keeps EngineCore paused while its weights are those of no version, and ends pauses that nobody ends
-    engine_watch.py   lets EngineCore look after workers that confirm a swap later, and quarantines an engine
-    lost_wakeups.py   limits the time that a lost wake-up between vLLM's processes costs
-    backend.py        the backend, one object in each worker: stages an update while the server generates, writes it while it is paused
-    ranks.py          what the workers tell each other
-    live/             updates of live memory, decoded where the weights are
-    layout/           learns where a worker keeps the elements of a chain's tensors, from vLLM's own loaders and processing
-    modules/          modules whose tensors are results of arithmetic
-    worker_model.py   the model, as live updates need it
-    draft.py          the draft model of speculative decoding, which follows the chain if its weights are there
-    loading.py        loads everything anew through the model's own loaders, from files or from the store
-    cpu.py            keeps vLLM on CPUs from packing weights in a way that its loaders cannot change
+    plugin.py             the entry point that vLLM calls; it registers the backend `deltawire`
+    answer_recorder.py    a middleware of the server that keeps what the engine drew for each answer
+    engine_core.py        lets EngineCore swap in one call, between two steps
+    engine_holds.py       keeps EngineCore paused while its weights are those of no version, and ends pauses that nobody ends
+    engine_watch.py       lets EngineCore look after workers that confirm a swap later, and quarantines an engine
+    lost_wakeups.py       limits the time that a lost wake-up between vLLM's processes costs
+    backend.py            the backend, one object in each worker: stages an update while the server generates, writes it while it is paused
+    ranks.py              what the workers tell each other
+    live/                 updates of live memory, decoded where the weights are
+    layout/               learns where a worker keeps the elements of a chain's tensors, from vLLM's own loaders and processing
+    modules/              modules whose tensors are results of arithmetic
+    worker_model.py       the model, as live updates need it
+    model_fit.py          finds out whether the tensors of a chain fit the model
+    draft.py              the draft model of speculative decoding, which follows the chain if its weights are there
+    loading.py            loads everything anew through the model's own loaders, from files or from the store
+    cpu.py                keeps vLLM on CPUs from packing weights in a way that its loaders cannot change
+    expert_capture.py     records routed experts in a worker of vLLM's CPU build
+    checked_arguments.py  checks what clients give to the workers
 
 In the process that drives the server, which needs neither vLLM nor torch:
 

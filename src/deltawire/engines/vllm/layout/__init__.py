@@ -3,6 +3,7 @@
 types.py             the shared types: nests, placements, layouts of tensors
 nested_strides.py    finds nested strides in a list of positions, and composes them
 loader_copies.py     stage 1: runs the model's loaders on meta tensors, and records what they copy where
+lacking_tensors.py   tensors that the model was loaded with and that a chain lacks
 processing_views.py  stage 2 for modules whose processing only makes views
 processing_map.py    stage 2 for others: runs vLLM's processing on copies of them, and learns where it moves each unit
 unit_values.py       values for raw parameters in stage 2: neutral, random, or digits of positions
