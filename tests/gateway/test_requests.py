@@ -143,7 +143,7 @@ def test_without_consent_by_default_only_answers_whose_request_says_yes_are_trai
 def test_the_share_of_answers_that_is_asked_for_is_recorded(
     share: float, engine: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltawire.gateway.recorder.random", random.Random(0))  # what it draws decides which answers are recorded
+    monkeypatch.setattr("deltawire.gateway.recording.recorder.random", random.Random(0))  # what it draws decides which answers are recorded
     with gateway(store, tmp_path, engine, share=share) as scene:
         names = [scene.chat()[2]["x-deltawire-inference-id"] for _ in range(40)]
         draw = random.Random(0)
