@@ -13,10 +13,13 @@ MODELS = {"8B": (8.03e9, 2 * 128_256 * 4_096), "70B": (70.6e9, 2 * 128_256 * 8_1
 _STATE_BITS = {
     "bf16": 16.0,
     "fp8-block": 8 + 32 / 128**2,
+    "fp8-block-ue8m0": 8 + 32 / 128**2,
     "fp8-channel": 8.0,
+    "fp8-tensor": 8.0,
     "nvfp4": 4 + 8 / 16,
     "mxfp4": 4 + 8 / 32,
     "int4": 4 + 16 / 32,
+    "int4-128": 4 + 16 / 128,
 }
 """Bits of the full state for each weight, with its scales."""
 
