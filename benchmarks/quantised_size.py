@@ -20,8 +20,9 @@ from deltawire.quantise.layout import QuantisedLayout
 from deltawire.quantise.quantise import quantise_state
 
 RECIPES = ("fp8-block", "fp8-block-ue8m0", "fp8-channel", "fp8-tensor", "nvfp4", "mxfp4", "int4", "int4-128")
-LARGE = (("fp8-block", "fp8-channel"), ("nvfp4", "mxfp4", "int4", "int4-128"))
-"""The recipes of the large state. Those of one tuple are in memory at once: two states of each, about 4 bytes per weight."""
+KINDS = ("sticky", "fresh")
+LARGE = (("fp8-block", "fp8-block-ue8m0"), ("fp8-channel", "fp8-tensor"), ("nvfp4", "mxfp4", "int4", "int4-128"))
+"""The recipes of the large state. Those of one tuple and one kind are in memory at once: two states of each, about 4 bytes per weight."""
 _PEERS: tuple[Peer, ...] = (DenseXor(), GapXor(), Int32Value())
 _BITS_OF_A_SCALE = 40
 """The bits that the order-0 bound counts for each scale that changes."""
@@ -77,9 +78,9 @@ def measure(trace: Path | None) -> list[Table]:
     newest, widest = _newest_masters(trace), []
     for name in RECIPES:
         totals: dict[str, _Sum] = {}
-        for kind in ("sticky", "fresh"):
-            recipe = replace(Recipe.of(name), sticky=kind == "sticky")
-            updates = _recorded(trace, recipe) if trace else _synthetic(_SIDE**2, [recipe])[recipe.spelling]
+        for kind in KINDS:
+            recipe = _recipe(name, kind)
+            updates = _recorded(trace, recipe) if trace else _synthetic(_SIDE**2, [recipe])[recipe]
             totals[kind] = _measured(updates, recipe)
             table.rows.append(totals[kind].row(f"{name}, {kind}"))
         _check(table, Recipe.of(name), totals)
@@ -90,16 +91,25 @@ def measure(trace: Path | None) -> list[Table]:
 
 
 def measure_large(weights: int) -> Table:
-    """Measure one synthetic update of this many weights, with sticky scales. Headers and tables hardly count at this size."""
-    table = _table("quantised-size-large", f"synthetic, {_title(weights)}, sticky scales")
+    """Measure one synthetic update of this many weights. Headers and tables hardly count at this size."""
+    table = _table("quantised-size-large", f"synthetic, {_title(weights)}")
     for names in LARGE:
-        recipes = [Recipe.of(name) for name in names]
-        updates = _synthetic(weights, recipes)
-        for recipe in recipes:
-            total = _measured(updates.pop(recipe.spelling), recipe)
-            table.rows.append(total.row(recipe.spelling))
-            _check(table, recipe, {"sticky": total})
+        totals: dict[str, dict[str, _Sum]] = {name: {} for name in names}
+        for kind in KINDS:
+            recipes = {name: _recipe(name, kind) for name in names}
+            updates = _synthetic(weights, list(recipes.values()))
+            for name, recipe in recipes.items():
+                total = _measured(updates.pop(recipe), recipe)
+                total.newest = {}  # so that the memory is free
+                totals[name][kind] = total
+        for name, found in totals.items():
+            table.rows += [found[kind].row(f"{name}, {kind}") for kind in KINDS]
+            _check(table, Recipe.of(name), found)
     return table
+
+
+def _recipe(name: str, kind: str) -> Recipe:
+    return replace(Recipe.of(name), sticky=kind == "sticky")
 
 
 def _check(table: Table, recipe: Recipe, totals: dict[str, _Sum]) -> None:
@@ -215,22 +225,22 @@ def _newest_masters(trace: Path | None) -> State:
     return _linear(newest)
 
 
-def _synthetic(weights: int, recipes: Sequence[Recipe]) -> dict[str, list[tuple[State, State]]]:
+def _synthetic(weights: int, recipes: Sequence[Recipe]) -> dict[Recipe, list[tuple[State, State]]]:
     """Return the second update of many square matrices for each recipe.
 
     The first update after fresh scales is left out, because it is not typical: the largest weight of each int4 group starts between two
     codes. The matrices are made one by one, because the float32 weights take four times the memory.
     """
-    states: dict[str, tuple[State, State]] = {recipe.spelling: ({}, {}) for recipe in recipes}
+    states: dict[Recipe, tuple[State, State]] = {recipe: ({}, {}) for recipe in recipes}
     for number in range(max(weights // _SIDE**2, 1)):
-        last: dict[str, State | None] = {recipe.spelling: None for recipe in recipes}
+        last: dict[Recipe, State | None] = dict.fromkeys(recipes)
         for step, masters in enumerate(_steps_of_matrix(number)):
             for recipe in recipes:
-                made = _quantised(masters, recipe, last[recipe.spelling])
-                last[recipe.spelling] = made
+                made = _quantised(masters, recipe, last[recipe])
+                last[recipe] = made
                 if step:
-                    states[recipe.spelling][step - 1].update(made)
-    return {spelling: [update] for spelling, update in states.items()}
+                    states[recipe][step - 1].update(made)
+    return {recipe: [update] for recipe, update in states.items()}
 
 
 def _steps_of_matrix(number: int) -> Iterator[State]:
