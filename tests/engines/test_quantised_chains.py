@@ -58,6 +58,13 @@ def made(seed: int = 0) -> Any:
     return enlarged(transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, tie_word_embeddings=True)).eval())
 
 
+def made_gpt_oss() -> Any:
+    """Return a model whose experts have names of their own when they are quantised to mxfp4."""
+    torch.manual_seed(0)
+    config = transformers.GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)
+    return enlarged(transformers.GptOssForCausalLM(config).eval())
+
+
 def enlarged(model: Any) -> Any:
     """Make the weights of a model so large that its logits show every wrong scale."""
     with torch.no_grad():
@@ -184,12 +191,12 @@ def test_logits_are_those_of_a_fresh_load_after_twenty_updates_a_restart_a_skip_
         assert torch.equal(logits(live), seen[-2])
 
 
-@pytest.mark.parametrize("recipe", ["fp8-channel", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("recipe", ["fp8-channel", "fp8-tensor", "nvfp4", "mxfp4", "int4-128"])
 def test_models_that_transformers_loaded_from_codes_follow_before_and_after_it_decompresses_them(
     recipe: str, start: Callable[..., Run], tmp_path: Path
 ) -> None:
     """compressed-tensors decompresses a model at its first forward pass, and then quantises activations, or weights once more."""
-    run = start(recipe, made().bfloat16())  # with weights in float32, the scales of fp8-channel would have another type than in the module
+    run = start(recipe, made().bfloat16())  # with weights in float32, some scales would have another type than in the module
     run.publish()
     live = run.load_fresh(tmp_path / "mirror")
     syncs: list[Event] = []
@@ -219,13 +226,15 @@ def test_fused_experts_are_dequantised_in_place(start: Callable[..., Run], tmp_p
     assert bits(loaded_once.state_dict()) == bits(fresh.state_dict())
 
 
-def test_a_model_that_transformers_dequantised_when_it_loaded_it_follows(start: Callable[..., Run], tmp_path: Path) -> None:
-    run = start("fp8-block")
+@pytest.mark.parametrize(("recipe", "make"), [("fp8-block", made), ("fp8-block-ue8m0", made), ("mxfp4", made_gpt_oss)])
+def test_a_model_that_transformers_dequantised_when_it_loaded_it_follows(
+    recipe: str, make: Callable[[], Any], start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start(recipe, make())
     run.publish()
     live = run.load_fresh(tmp_path / "mirror")
-    with pytest.raises(UnsupportedLayout, match="was loaded from a quantised checkpoint"):
-        CheckpointLayout(live).check_in_place()  # as a trainer would publish shards of it
     before = bits(live.state_dict())
+    assert not holds_codes(live.state_dict())
     with run.follow(live) as policy:
         policy.sync()
         assert bits(live.state_dict()) == before
@@ -234,6 +243,13 @@ def test_a_model_that_transformers_dequantised_when_it_loaded_it_follows(start: 
     fresh = run.load_fresh(tmp_path / "mirror")
     assert bits(live.state_dict()) == bits(fresh.state_dict()) != before
     assert torch.equal(logits(live), logits(fresh))
+
+
+def test_no_shards_are_published_of_a_model_that_transformers_quantises_again(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start("fp8-block")
+    run.publish()
+    with pytest.raises(UnsupportedLayout, match="was loaded from a quantised checkpoint"):
+        CheckpointLayout(run.load_fresh(tmp_path / "mirror")).check_in_place()
 
 
 def test_scales_of_float32_masters_are_refused_until_the_module_holds_weights(start: Callable[..., Run], tmp_path: Path) -> None:
