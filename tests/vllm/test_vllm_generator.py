@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from held_completions import Hold
 from live_server import LiveServer, wait_until
-from tiny_checkpoints import TinyModel, train
+from tiny_checkpoints import TinyModel, train_visibly
 
 from deltawire.engines import KvCache
 from deltawire.engines.vllm.driver.generation import VllmGenerator
 from deltawire.errors import EngineRefused
-from deltawire.fleet import ClaimedVersion, Coordinator, FleetOptions
+from deltawire.fleet import ClaimedVersion, Coordinator, FleetOptions, StalenessBudget
 from deltawire.fleet.generation import Interrupted
 from deltawire.format.records.trainer_records import Sampling
 from deltawire.rl.member import MemberOptions
@@ -95,24 +95,30 @@ def length(prompts: list[str], completions: list[str], completion_ids: list[list
     return [float(len(ids)) for ids in completion_ids]
 
 
-def test_a_member_makes_rollouts_with_a_vllm_server(start_run: Callable[[TinyModel], Any], serve: Callable[..., LiveServer]) -> None:
-    run = start_run(TinyModel("dense"))
+def test_a_member_makes_rollouts_with_a_vllm_server_of_a_quantised_policy(
+    start_run: Callable[..., Any], serve: Callable[..., LiveServer]
+) -> None:
+    run = start_run(TinyModel("quantised", scale=4, layers=1), recipe="int4")
     versions = [run.publisher.publish(run.state, step=0)]
-    server = serve(run.checkpoint, arguments=["--enable-scale-out"]).wait()
+    server = serve(run.saved(), arguments=["--enable-scale-out"]).wait()
     options = MemberOptions(run.store, f"vllm={server.url}", (f"{__name__}:length",), "m", mirror=str(run.mirror), poll=0.05)
     member = threading.Thread(target=member_from_options, args=(options,), kwargs={"stop": threading.Event()})
     member.start()
-    with Coordinator(run.store, epoch=run.publisher.epoch, options=FleetOptions(poll_seconds=0.05)) as fleet:
+    budget = StalenessBudget(0)  # so that the server follows an update before the second round
+    with Coordinator(run.store, epoch=run.publisher.epoch, budget=budget, options=FleetOptions(poll_seconds=0.05)) as fleet:
         for step in (1, 2):
             rows = [[{"prompt": "w1 w2"}, {"prompt": "w3"}], [{"prompt": "w4"}]]
             fleet.open_round(rows, for_step=step, sampling=Sampling(samples=2, max_tokens=16))
             batch = fleet.collect(step, timeout=300)
             for rollouts in batch.rollouts:
-                assert rollouts.versions.items() <= {each.seq: ClaimedVersion(each.step, each.digest) for each in versions}.items()
+                assert rollouts.versions == {versions[-1].seq: ClaimedVersion(versions[-1].step, versions[-1].digest)}
                 assert [one.rewards for one in rollouts.completions] == [(float(len(one.tokens)),) for one in rollouts.completions]
-            train(run.state, np.random.default_rng(step))
+            train_visibly(run.state, np.random.default_rng(step))
             versions.append(run.publisher.publish(run.state, step=step))
             fleet.published(versions[-1])
         fleet.stop()
         member.join(300)
     assert not member.is_alive()
+    (worker,) = server.routes.status()
+    assert worker["tensors"]["mapped"] > 0  # int4 codes in the layout of the kernel
+    assert worker["last"]["loaded_anew"] == 0
