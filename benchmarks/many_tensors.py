@@ -1,4 +1,7 @@
-"""Measure states of many small tensors, such as the experts of a large model, where work for each tensor counts more than its elements."""
+"""Measure states of many small tensors, such as the experts of a large model, where work for each tensor counts more than its elements.
+
+python benchmarks/many_tensors.py        # only the sizes, which do not depend on what else the machine does
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,23 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from report import Table
-from workloads import BF16, State, code_bound_bits, codes_of, synthetic_masters, synthetic_update, update_size
+from report import Table, keep, show
+from workloads import (
+    BF16,
+    FP8_E4M3,
+    State,
+    code_bound_bits,
+    codes_of,
+    order0_bound_bits,
+    synthetic_masters,
+    synthetic_update,
+    update_size,
+)
 
 import deltawire
 from deltawire import Publisher, Subscriber
@@ -22,6 +36,9 @@ ELEMENTS = 2048
 DENSITY = 0.01
 STEPS = 5
 """The versions of which the median counts."""
+RARE = 5e-5
+"""The share of the weights that changes in larger tensors."""
+LARGER_BYTES = 200_000
 LARGER = (512, 768)
 """The shape of a matrix with 0.2 MB of 4-bit codes."""
 MADE = 128
@@ -29,8 +46,8 @@ MADE = 128
 
 
 def measure(tensors: int) -> list[Table]:
-    """Measure many tensors, and a tenth as many that are larger and quantised."""
-    return [_measure_times(tensors), _measure_quantised(tensors // 10)]
+    """Measure many tensors, and a tenth as many that are larger."""
+    return [_measure_times(tensors), measure_sizes(tensors // 10)]
 
 
 def _measure_times(tensors: int) -> Table:
@@ -80,74 +97,82 @@ def _measure_times(tensors: int) -> Table:
     return table
 
 
-def _measure_quantised(tensors: int) -> Table:
+def measure_sizes(tensors: int) -> Table:
+    """Measure the bytes of a delta for each tensor that changes, if few elements of large tensors do."""
     table = Table(
-        "many-tensors-quantised",
-        f"{tensors:,} tensors of 4-bit codes (nvfp4), 0.005% of the codes of a tensor changed",
+        "many-tensors-sizes",
+        f"{tensors:,} tensors of bf16, fp8 and nvfp4, 0.005% of the elements of a tensor changed",
         ["each tensor", "tensors that change", "changes in each", "bytes of the file for each", "order-0 bound", "beyond it"],
     )
+    for form, dtype in (("bf16", BF16), ("fp8", FP8_E4M3)):
+        elements = LARGER_BYTES // dtype.itemsize
+        _add_size(table, f"{form}, 0.2 MB", f"{elements:,} weights", tensors, _plain_tensors(elements, dtype))
     rows, columns = LARGER
     for shape, share in (((rows, columns), 1), ((rows, columns), 10), ((rows // 2, columns), 1)):
-        size, bound, changed = _quantised_update(tensors, shape, share)
-        mentioned = len(range(0, tensors, share))
         codes = shape[0] * shape[1]
-        table.rows.append(
-            [
-                f"{codes:,} codes, {codes / 2e6:.1f} MB",
-                f"{mentioned:,}",
-                f"{changed / mentioned:.1f}",
-                f"{size / mentioned:.1f}",
-                f"{bound / mentioned:.1f}",
-                f"{(size - bound) / mentioned:.1f}",
-            ]
-        )
-        name = f"{mentioned:,} tensors of {codes / 2e6:.1f} MB change"
-        table.check(f"{name}: at most 24 bytes for each, with its changes (is {size / mentioned:.1f})", size <= 24 * mentioned)
-        beyond = size - bound
-        table.check(f"{name}: at most 24 bytes for each beyond its changes (is {beyond / mentioned:.1f})", beyond <= 24 * mentioned)
+        made = [_quantised_matrix(shape, seed) for seed in range(MADE)]
+        _add_size(table, f"nvfp4, {codes / 2e6:.1f} MB", f"{codes:,} codes", tensors, made, share)
     table.notes.append(
-        "The order-0 bound of its changes is that of the quantised updates, by tensor. Where the bound alone is above 24 bytes, no file "
+        "The order-0 bound of its changes is that of the tables of sizes, by tensor. Where the bound alone is above 24 bytes, no file "
         "can have 24 bytes for each tensor. Tensors that do not change take no bytes of their own; the gaps between changes become longer."
     )
     return table
 
 
-def _quantised_update(tensors: int, shape: tuple[int, int], share: int) -> tuple[int, float, int]:
-    """Return the bytes of a delta in which every `share`-th tensor changes, the order-0 bound of its changes in bytes, and their number."""
-    made = [_quantised_matrix(shape, seed) for seed in range(MADE)]
+@dataclass(frozen=True)
+class _Made:
+    """A tensor before and after an update, with its scales, if it has any. Its name begins with "down_proj"."""
+
+    old: State
+    new: State
+    bound: float
+    """The order-0 bound of its changes in bytes."""
+    changed: int
+
+
+def _add_size(table: Table, name: str, elements: str, tensors: int, made: list[_Made], share: int = 1) -> None:
+    """Measure a delta in which every `share`-th tensor changes. Add a row, and the goals for the bytes of each tensor that changes."""
     base: State = {}
     new: State = {}
-    bound, changed = 0.0, 0
-    facts = [_codes_changed(old, now) for old, now in made]
     for number in range(tensors):
         layer = f"model.layers.{number // 256}.mlp.experts.{number % 256}.down_proj"
-        old, now = made[number % MADE]
-        kept = {name.replace("down_proj", layer, 1): tensor.copy() for name, tensor in old.items()}  # copies, because equal memory is tied
+        each = made[number % len(made)]
+        kept = {name.replace("down_proj", layer, 1): tensor.copy() for name, tensor in each.old.items()}  # copies: equal memory is tied
         base |= kept
-        if number % share:
-            new |= kept
-            continue
-        new |= {name.replace("down_proj", layer, 1): tensor for name, tensor in now.items()}
-        bound += facts[number % MADE][0]
-        changed += facts[number % MADE][1]
-    return len(deltawire.encode_delta(base, new)), bound, changed
+        new |= kept if number % share else {name.replace("down_proj", layer, 1): tensor for name, tensor in each.new.items()}
+    changing = [each for each in (made[number % len(made)] for number in range(0, tensors, share)) if each.changed]
+    mentioned = len(changing)
+    size, bound = len(deltawire.encode_delta(base, new)) / mentioned, sum(each.bound for each in changing) / mentioned
+    changes = sum(each.changed for each in changing) / mentioned
+    table.rows.append([f"{name}, {elements}", f"{mentioned:,}", f"{changes:.1f}", f"{size:.1f}", f"{bound:.1f}", f"{size - bound:.1f}"])
+    what = f"{mentioned:,} tensors of {name} change"
+    table.check(f"{what}: at most 24 bytes for each, with its changes (is {size:.1f})", size <= 24)
+    table.check(f"{what}: at most 24 bytes for each beyond its changes (is {size - bound:.1f})", size - bound <= 24)
 
 
-def _quantised_matrix(shape: tuple[int, int], seed: int) -> tuple[State, State]:
-    """Return a matrix before and after an update that changes as many bf16 weights as a recorded one."""
+def _plain_tensors(elements: int, dtype: np.dtype[Any]) -> list[_Made]:
+    """Return tensors without scales, of bf16 or fp8."""
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    made = []
+    for old, new in zip(*(state.reshape(MADE, elements) for state in synthetic_update(MADE * elements, RARE, dtype)), strict=True):
+        before, after = old.view(unsigned), new.view(unsigned)
+        bound = order0_bound_bits(old, new) if dtype == BF16 else code_bound_bits(before, after, "e4m3")
+        name = "down_proj.weight"
+        made.append(_Made({name: old}, {name: new}, bound / 8, int(np.count_nonzero(before != after))))
+    return made
+
+
+def _quantised_matrix(shape: tuple[int, int], seed: int) -> _Made:
+    """Return a matrix before and after an update that changes as many bf16 weights as a recorded one. Its scales do not change."""
     size = shape[0] * shape[1]
     old, new = (
         {"down_proj.weight": masters.astype(BF16).reshape(shape)} for masters in synthetic_masters(size, update_size(0.0108, BF16), 1, seed)
     )
     before = {name: np.asarray(tensor) for name, tensor in quantise_state(old, "nvfp4").items()}
-    return before, {name: np.asarray(tensor) for name, tensor in quantise_state(new, "nvfp4", before).items()}
-
-
-def _codes_changed(before: State, after: State) -> tuple[float, int]:
-    """Return the order-0 bound of the changed codes of a matrix in bytes, and their number. Its scales must not change."""
+    after = {name: np.asarray(tensor) for name, tensor in quantise_state(new, "nvfp4", before).items()}
     assert all(np.array_equal(before[name], after[name]) for name in before if not name.endswith("weight_packed"))
-    old, new = (codes_of(state["down_proj.weight_packed"]) for state in (before, after))
-    return code_bound_bits(old, new, "e2m1") / 8, int(np.count_nonzero(old != new))
+    was, now = (codes_of(state["down_proj.weight_packed"]) for state in (before, after))
+    return _Made(before, after, code_bound_bits(was, now, "e2m1") / 8, int(np.count_nonzero(was != now)))
 
 
 def _updates(tensors: int) -> Iterator[NDArray[Any]]:
@@ -161,3 +186,9 @@ def _clocked(work: Callable[[], object]) -> tuple[float, float]:
     start, busy = time.perf_counter(), time.process_time()
     work()
     return time.perf_counter() - start, time.process_time() - busy
+
+
+if __name__ == "__main__":
+    sizes = measure_sizes(10_000)
+    show(sizes)
+    keep(sizes)
