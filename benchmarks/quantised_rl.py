@@ -44,7 +44,7 @@ import task  # noqa: E402
 
 _MICRO_BATCH = 64
 """The number of completions that go through the model together."""
-RUNS = ("bf16", "bf16-", "fp8-block", "fp8-block-", "fp8-channel", "int4", "int4-", "mxfp4", "mxfp4-", "nvfp4", "nvfp4-")
+RUNS = ("bf16", "bf16-", "fp8-block", "fp8-block-", "fp8-channel", "fp8-channel-", "int4", "int4-", "mxfp4", "mxfp4-", "nvfp4", "nvfp4-")
 """Recipes. With a minus, tokens have no importance weights."""
 
 
