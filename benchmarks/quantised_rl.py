@@ -267,7 +267,7 @@ def _table(model_name: str, weights: int, device: str, steps: dict[str, list[dic
     done = min(len(each) for each in steps.values())
     edge = min(done, max(5, done // 10))
     table = Table(
-        f"quantised-rl-{model_name}",
+        f"quantised-rl-{model_name}{'-cpu' if device == 'cpu' else ''}",
         f"GRPO for {done} steps with {weights / 1e6:,.1f} M weights: the policy that draws tokens is quantised",
         ["policy", "importance weights", "reward, first → last", "mismatch, nats per token", "weights above the cap"],
     )
