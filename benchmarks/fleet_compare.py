@@ -5,7 +5,8 @@
     PYTHONPATH=src python benchmarks/fleet_compare.py
 
 `--engine` gives an older commit the engine model of this one, so that only trainer and members differ. Older commits have no profile, so
-this script counts the seconds in which engines generate.
+this script counts the seconds in which engines generate. `--round-trip 0 --rounds 2` shows how many members are at work with a store
+that answers at once, so what the end of the run alone costs.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def engine_of(path: Path | None) -> Any:
     return module.EngineModel
 
 
-def compare(members: int, rounds: int, seed: int, engine_type: Any) -> tuple[float, float]:
+def compare(members: int, rounds: int, seed: int, engine_type: Any, round_trip: float) -> tuple[float, float]:
     """Return the requests for each accepted rollout, and the part of the members' time in which they generate."""
     worked = [0.0]
 
@@ -68,7 +69,7 @@ def compare(members: int, rounds: int, seed: int, engine_type: Any) -> tuple[flo
         train_seconds=0.0,
         checkpoint_every=1,
     )
-    world = World(Random(members + 1000 * seed), plan, Network(delay=ROUND_TRIP / 2), member_poll=1.0)
+    world = World(Random(members + 1000 * seed), plan, Network(delay=round_trip / 2), member_poll=1.0)
     for number in range(members):
         engine = Counted(world.kernel, world.random, world.chain, rate=9 / TASK_SECONDS, sync_seconds=TASK_SECONDS / 15)
         world.add_member(Member(f"member{number}", engine, 0.0, 1))
@@ -85,12 +86,13 @@ def main() -> None:
     parser.add_argument("--engine", type=Path, default=None, help="the file of the engine model to use")
     parser.add_argument("--members", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--round-trip", type=float, default=ROUND_TRIP, help="seconds in which the modelled store answers")
     arguments = parser.parse_args()
     engine_type = engine_of(arguments.engine)
     gc.disable()  # the run makes many objects that live until its end
     for members in arguments.members:
         seeds = {1: 20, 8: 20, 64: 3}.get(members, 1)
-        found = [compare(members, arguments.rounds, seed, engine_type) for seed in range(seeds)]
+        found = [compare(members, arguments.rounds, seed, engine_type, arguments.round_trip) for seed in range(seeds)]
         requests, work = (mean(column) for column in zip(*found, strict=True))
         print(f"{members} members, {arguments.rounds} rounds, {seeds} seeds: {requests:.1f} requests per rollout, {work:.0%} at work")
 
