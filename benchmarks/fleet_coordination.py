@@ -31,6 +31,8 @@ TASK_SECONDS = 15.0
 TASKS_EACH = 4
 STEPS = 6
 LEAST_REAL_TASKS = 64
+WRITES = {"create", "put", "delete"}
+"""Kinds of requests for which S3 has the lower limit."""
 
 
 class RealStore(StoreModel):
@@ -122,6 +124,7 @@ def measure(sizes: tuple[int, ...] = (1, 8, 64, 512)) -> list[Table]:
             "board",
             "heartbeats",
             "trainer",
+            "of all: writes",
             "leases/s, memory",
             "leases/s, local directory",
         ],
@@ -135,16 +138,18 @@ def measure(sizes: tuple[int, ...] = (1, 8, 64, 512)) -> list[Table]:
         for (kind, request, folder), count in world.store.counts.items():
             counts[_sort(kind, request, folder)] += count
         leases = world.store.counts["member", "create", "lease"]
-        totals[members] = sum(counts.values()) / accepted
+        totals[members] = counts.total() / accepted
         with tempfile.TemporaryDirectory() as folder:
             real = [leases_per_second(members, store) for store in (MemoryStore(), open_store(folder))]
-        each = [f"{counts[sort] / accepted:.2f}" for sort in ("work", "board", "heartbeats", "trainer")]
+        counts["writes"] = sum(count for (_, request, _), count in world.store.counts.items() if request in WRITES)
+        each = [f"{counts[sort] / accepted:.2f}" for sort in ("work", "board", "heartbeats", "trainer", "writes")]
         row = [f"{members}", f"{leases / world.kernel.now:.2f}", f"{shares[members][GENERATING]:.0%}", f"{totals[members]:.1f}", *each]
         table.rows.append([*row, *(f"{leases:,.0f}" for leases in real)])
     table.notes.append(
         "All columns except the last two are in virtual time: the real steps of trainer and members over a modelled store. The length of "
         "tasks bounds the leases there. Members at work generate; the start and the end of the run count as well. Members look at the "
-        "board before each task, and once a second while they have none; the trainer polls once a second."
+        "board before each task, and once a second while they have none; the trainer polls once a second. Writes create, replace or delete; "
+        "the planner takes its requests for each rollout from the last row."
     )
     table.notes.append(
         "The last two are in real time, and bound by one thread. In it the trainer and all members run one round of one task for "
