@@ -148,8 +148,8 @@ def measure(sizes: tuple[int, ...] = (1, 8, 64, 512)) -> list[Table]:
     table.notes.append(
         "All columns except the last two are in virtual time: the real steps of trainer and members over a modelled store. The length of "
         "tasks bounds the leases there. Members at work generate; the start and the end of the run count as well. Members look at the "
-        "board before each task, and once a second while they have none; the trainer polls once a second. Writes create, replace or delete; "
-        "the planner takes its requests for each rollout from the last row."
+        "board before each task, and once a second while they have none; the trainer polls once a second. Writes create, replace or "
+        "delete. The planner takes its requests for each rollout from the last row."
     )
     table.notes.append(
         "The last two are in real time, and bound by one thread. In it the trainer and all members run one round of one task for "
