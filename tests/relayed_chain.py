@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from typing import Any
 
@@ -17,6 +18,7 @@ from deltawire.format.records.version_records import Commit
 from deltawire.relay import Relay
 from deltawire.relay.region_records import region_floor
 from deltawire.store import Store, keys
+from deltawire.store.base import Progress
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import FaultyStore
 
@@ -49,6 +51,20 @@ def assert_commits_before_moves(source: Store, target: Store, *, at_least: int =
         data = target.get(info.key, limit=MAX_RECORD_BYTES)
         assert data == source.get(info.key, limit=MAX_RECORD_BYTES)
         assert _exists(target, keys.commit_key(ChannelMove.parse(data).target.seq))
+
+
+class MeteredStore(FaultyStore):
+    """A store without faults. `read` has the bytes that were read of each data object."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.read: Counter[str] = Counter()
+        self._reading = threading.Lock()
+
+    def read_into(self, key: str, buffer: memoryview, *, offset: int = 0, progress: Progress | None = None) -> None:
+        super().read_into(key, buffer, offset=offset, progress=progress)
+        with self._reading:
+            self.read[key] += buffer.nbytes if key.startswith(keys.DATA) else 0
 
 
 def reads_of_data(store: FaultyStore) -> Counter[str]:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from publications import Ledger, assert_one_history, open_publisher, published, repeated, visible_step
-from relayed_chain import assert_commits_before_moves, assert_data_before_commits, copy_of, objects_of, open_relay, relay_once
+from relayed_chain import MeteredStore, assert_commits_before_moves, assert_data_before_commits, copy_of, objects_of, open_relay, relay_once
 
 from deltawire.chain.find import find_version
 from deltawire.chain.log import ChainLog
 from deltawire.errors import DeltawireError
 from deltawire.publish.channels import ChannelWriter
+from deltawire.relay import data_copy
+from deltawire.store import keys
 from deltawire.store.memory import MemoryStore
 from deltawire.testing import After, Before, FaultyStore, ProcessDied, Reading
 
@@ -43,11 +45,14 @@ def relay_with_faults(source: Any, target: Any) -> None:
 
 
 def assert_resumes(store: MemoryStore, region: MemoryStore, ledger: Ledger) -> None:
-    """Check what a killed relay has left, and that the next one finishes it."""
+    """Check what a killed relay has left, and that the next one finishes it without reading again what the region has."""
     assert_data_before_commits(store, region)
     assert_commits_before_moves(store, region)
     assert visible_step(region) in {None, *ledger.tried}
-    relay_once(store, region)
+    had, source = {info.key for info in region.list(keys.DATA)}, MeteredStore(store)
+    relay_once(source, region)
+    assert not had & set(source.read)
+    assert all(source.read[info.key] <= info.size for info in store.list(keys.DATA))
     assert_data_before_commits(store, region)
     assert_commits_before_moves(store, region, at_least=3)
     assert visible_step(region) == ledger.newest
@@ -76,6 +81,29 @@ def test_a_relay_killed_at_any_call_of_its_target_is_finished_by_the_next(chain:
 @pytest.mark.parametrize("from_nothing", [True, False], ids=["first copy", "later copy"])
 def test_a_relay_killed_at_any_call_of_its_source_is_finished_by_the_next(chain: Any, from_nothing: bool) -> None:
     assert everywhere(chain, lambda index: Before(index, "crash"), at_target=False, from_nothing=from_nothing) > 15
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_only_objects_in_flight_cross_the_link_again_after_a_relay_was_killed(
+    chain: Any, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_copy, "_AT_ONCE", at_once)
+    store, begun, _ = chain
+    sizes = {info.key: info.size for info in store.list(keys.DATA)}
+    again = set()
+    for index in range(1000):
+        region = copy_of(begun)
+        target, first, second = FaultyStore(region, [Before(index, "crash")]), MeteredStore(store), MeteredStore(store)
+        relay_with_faults(first, target)
+        if len(target.calls) <= index:
+            break
+        had = {info.key for info in region.list(keys.DATA)}
+        relay_once(second, region)
+        twice = {key for key, size in sizes.items() if first.read[key] >= size and second.read[key] >= size}
+        assert len(twice) <= at_once
+        assert not had & set(second.read)
+        again |= twice
+    assert len(again) > 4  # otherwise no relay was killed between reading an object and writing it
 
 
 @pytest.mark.parametrize("kind", ["unavailable", "unknown"])
