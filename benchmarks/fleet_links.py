@@ -81,7 +81,7 @@ def world_of(seed: int, shares: Shares, *, staleness: int, result_bytes: float, 
         options=FleetOptions(lease_seconds=60, poll_seconds=0.5),
         train_seconds=TRAIN_SECONDS,
         commit_seconds=COMMIT_SECONDS,
-        checkpoint_every=1000,
+        checkpoint_every=1,
         scheduler=shares.scheduler,
     )
     world = World(Random(seed), plan, Network(delay=0.02), member_poll=1.0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import rl_profile
 from report import Table
 
 HERE = Path(__file__).resolve().parent
@@ -164,6 +165,43 @@ def measure_modes(seconds: float, pretraining: float) -> Table:
     share = fast.rate / (count * rate)
     table.check(f"deltas and asynchrony together make at least 90% of the tokens that members could make ({share:.0%})", share >= 0.9)
     table.check("deltas and asynchrony together reach a higher reward in the same time", fast.reward > slow.reward)
+    return table
+
+
+def measure_prompts(seconds: float, pretraining: float, sizes: Sequence[int] = (6, PROMPTS)) -> Table:
+    """Measure asynchronous training with deltas for steps of several sizes, and compare it with virtual time."""
+    rates, before = rl_profile.RUNS["rl-async"], os.getloadavg()[0]
+    with pretrained(pretraining) as model:
+        runs = {size: run(model, rates, seconds=seconds, staleness=1, full=False, prompts=size) for size in sizes}
+    table = Table(
+        "rl-prompts",
+        f"Asynchronous training with deltas as above, with steps of {' and '.join(map(str, sizes))} prompts",
+        [
+            "prompts",
+            "generation of a step",
+            "steps",
+            "tokens/s",
+            "share of their speed",
+            "in virtual time",
+            "members idle",
+            "trainer waits",
+        ],
+    )
+    for size, one in runs.items():
+        shares = [rl_profile.run(rates, size, seed=seed).share for seed in range(3)]
+        table.rows.append(
+            [
+                str(size),
+                f"{size * rl_profile.TOKENS_PER_TASK / sum(rates):.2f} s",
+                str(one.steps),
+                f"{one.rate:,.0f}",
+                f"{one.rate / sum(rates):.0%}",
+                f"{sum(shares) / len(shares):.0%}",
+                f"{1 - sum(one.busy) / len(one.busy):.0%}",
+                f"{one.waiting:.0%}",
+            ]
+        )
+    table.notes.append(f"In virtual time no other process disturbs trainer and members: a mean of 3 seeds. {_load(before)}")
     return table
 
 

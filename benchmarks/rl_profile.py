@@ -58,7 +58,7 @@ def run(rates: Sequence[float], prompts: int, *, steps: int = 40, seed: int = 0)
         budget=StalenessBudget(1),
         options=FleetOptions(lease_seconds=30, poll_seconds=POLL),
         train_seconds=TRAIN_SECONDS * prompts,
-        checkpoint_every=1000,
+        checkpoint_every=1,
         publishes_beside=True,
         upload_seconds=UPLOAD_SECONDS,
         commit_seconds=LATENCY / 2,

@@ -69,6 +69,7 @@ NAMES = [
     "gateway",
     "routing",
     "rl-async",
+    "rl-prompts",
     "rl-shares",
     "rl-profile",
     "quantised-rl",
@@ -121,6 +122,7 @@ def main() -> int:
         "gateway": lambda: gateway.measure(1.0 if quick else 10.0),
         "routing": lambda: routing_size.measure(2, 2) if quick else routing_size.measure(),
         "rl-async": lambda: rl_async.measure_modes(8, 5) if quick else rl_async.measure_modes(45, 30),
+        "rl-prompts": lambda: rl_async.measure_prompts(8, 5) if quick else rl_async.measure_prompts(45, 30),
         "rl-shares": lambda: rl_async.measure_shares(12 if quick else 45),
         "rl-profile": lambda: rl_profile.measure((6,), 1) if quick else rl_profile.measure(),
         "quantised-rl": lambda: _quantised_rl(quick),
@@ -156,6 +158,7 @@ def _possible(names: list[str]) -> list[str]:
         "gateway": {"torch", "transformers", "fastapi", "uvicorn"},
         "routing": {"torch", "transformers", "zstandard"},
         "rl-async": {"transformers"},
+        "rl-prompts": {"transformers"},
         "rl-shares": {"transformers"},
         "quantised-rl": {"transformers"},
     }
