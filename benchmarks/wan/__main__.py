@@ -48,6 +48,8 @@ def _measure(running: Emulation, options: Options) -> list[Table]:
             keep(table)
         return table
 
+    if options.only_ablations:
+        return [done(tables.ablations(list(scenarios.ablations(running, options))))]
     made = [done(tables.links(list(scenarios.check_links(running, options))))]
     found = []
     for update in scenarios.updates(running, options):

@@ -39,6 +39,8 @@ class Options:
         The rate at which that loop and the ablations run.
     ablations
         Whether to measure streams, relays and cut-through.
+    only_ablations
+        Whether to measure nothing else.
     check_seconds
         Seconds for which the goodput of each link is measured, once with one stream and once with eight.
     keep
@@ -54,6 +56,7 @@ class Options:
     loop_batches: int = 3
     loop_rate: float = 1e9
     ablations: bool = True
+    only_ablations: bool = False
     check_seconds: float = 1.0
     keep: bool = True
 
@@ -96,6 +99,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--no-long-full", action="store_true", help="compute the largest full weights at 1 Gbit/s, too")
     parser.add_argument("--loop-batches", type=int, default=default.loop_batches, help="batches of the loop in real time; 0 leaves it out")
     parser.add_argument("--no-ablations", action="store_true", help="leave out streams, relays and cut-through")
+    parser.add_argument("--only-ablations", action="store_true", help="measure only streams, relays and cut-through")
     parser.add_argument("--quick", action="store_true", help="run small sizes for a minute, to see that it works; nothing is written")
     parser.add_argument("--no-keep", action="store_true", help="do not write results")
     found = parser.parse_args(arguments)
@@ -103,6 +107,8 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         return QUICK
     if found.versions < 1 or found.loop_batches < 0 or not found.longest_full >= 0:
         parser.error("--versions is at least 1; --loop-batches and --longest-full are at least 0")
+    if found.only_ablations and found.no_ablations:
+        parser.error("--only-ablations and --no-ablations leave nothing to measure")
     return Options(
         rates=tuple(1e9 * rate for rate in found.rates) if found.rates else default.rates,
         sizes=tuple(1e9 * size for size in found.sizes) if found.sizes else default.sizes,
@@ -111,6 +117,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         long_full=not found.no_long_full,
         loop_batches=found.loop_batches,
         ablations=not found.no_ablations,
+        only_ablations=found.only_ablations,
         keep=not found.no_keep,
     )
 

@@ -121,18 +121,23 @@ class Fetch:
 
 
 def ablations(emulation: Emulation, options: Options) -> Iterator[Ablation]:
-    """Measure the largest size with one stream and with several, and with and without relays; and cut-through with a smaller size."""
-    rate, versions = options.loop_rate, options.versions
+    """Measure the last size with one stream and with several, and with and without relays; and cut-through with a smaller size.
+
+    Relays are measured over links of the slowest rate, too.
+    """
+    rate, slowest, versions = options.loop_rate, min(options.rates), options.versions
     emulation.shape(rate, RTTS)
-    begin_run(emulation, emulation.copies, is_decoded=False)
+    begin_run(emulation, copies_for(options.sizes[-1]), is_decoded=False)
+    emulation.train()
     several = deltas(emulation, rate, versions, is_decoded=False)
     one = deltas(emulation, rate, versions, is_decoded=False, store={"streams": 1})
     yield Ablation("several streams instead of one", one, several)
-    direct = deltas(emulation, rate, versions, is_decoded=False, readers=READERS)
     with relay_servers(emulation) as servers:
-        relayed = deltas(emulation, rate, versions, is_decoded=False, readers=READERS, relays=servers)
-    yield Ablation(f"a relay, {READERS} readers in each region", direct, relayed)
-    slowest = min(options.rates)
+        for each in dict.fromkeys((rate, slowest)):
+            emulation.shape(each, RTTS)
+            direct = deltas(emulation, each, versions, is_decoded=False, readers=READERS)
+            relayed = deltas(emulation, each, versions, is_decoded=False, readers=READERS, relays=servers)
+            yield Ablation(f"a relay, {READERS} readers in each region", direct, relayed)
     emulation.shape(slowest, RTTS)
     copies = copies_for(sorted(options.sizes)[len(options.sizes) // 2])
     found = []

@@ -144,7 +144,17 @@ def ablations(found: Sequence[Ablation]) -> Table:
     table = Table(
         "wan-ablations",
         "The effect of each part",
-        ["part", "weights, links", "all serve: without", "with", "tokens with staleness 0, 20 s: without", "with", "more by"],
+        [
+            "part",
+            "weights, links",
+            "bytes over each link: without",
+            "with",
+            "all serve: without",
+            "with",
+            "tokens with staleness 0, 20 s: without",
+            "with",
+            "more by",
+        ],
     )
     for each in found:
         before, after = each.without.tokens(GENERATIONS[0], 0), each.with_it.tokens(GENERATIONS[0], 0)
@@ -152,6 +162,8 @@ def ablations(found: Sequence[Ablation]) -> Table:
             [
                 each.name,
                 f"{each.with_it.weights / 1e9:.1f} B, {each.with_it.rate / 1e9:g} Gbit/s",
+                _bytes(max(each.without.link_bytes)),
+                _bytes(max(each.with_it.link_bytes)),
                 f"{max(each.without.serves):.2f} s",
                 f"{max(each.with_it.serves):.2f} s",
                 f"{before:.1%}",

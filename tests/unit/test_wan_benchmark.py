@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -118,8 +119,17 @@ def test_the_table_of_the_loop_compares_methods_of_the_same_size() -> None:
 def test_tables_of_links_and_ablations() -> None:
     rows = tables.links([(Shape(1e9, 0.08), LinkCheck(0.0801, 6.5e8, 9.2e8))]).rows
     assert rows == [["1 Gbit/s, 80 ms", "80.1 ms", "650 Mbit/s", "920 Mbit/s"]]
-    [row] = tables.ablations([Ablation("streams", update(transfer=5), update(transfer=2))]).rows
+    relayed = replace(update(transfer=2), link_bytes=[75e6, 76e6, 75e6])
+    [row] = tables.ablations([Ablation("a relay", replace(relayed, link_bytes=[304e6] * 3, transfers=[5.0] * 3), relayed)]).rows
+    assert row[2:4] == ["304.0 MB", "76.0 MB"]
     assert float(row[-1].rstrip("%")) > 0
+
+
+def test_the_ablations_can_be_measured_alone() -> None:
+    found = parse(["--only-ablations", "--no-keep", "--rates", "0.25,1"])
+    assert (found.only_ablations, found.keep, min(found.rates)) == (True, False, 0.25e9)
+    with pytest.raises(SystemExit):
+        parse(["--only-ablations", "--no-ablations"])
 
 
 def test_the_table_of_the_model_compares_it_with_each_region() -> None:
