@@ -25,6 +25,7 @@ import gateway
 import host_sharing
 import import_time
 import many_tensors
+import plan_scale
 import publish_calls
 import publish_overhead
 import quantise_speed
@@ -43,6 +44,7 @@ NAMES = [
     "quantised-size-large",
     "step-cost",
     "rank-cost",
+    "plan-scale",
     "speed",
     "quantise",
     "many-tensors",
@@ -62,6 +64,7 @@ NAMES = [
     "engine",
     "engine-models",
     "fleet",
+    "fleet-leases",
     "fleet-links",
     "dashboard",
     "channels",
@@ -96,6 +99,7 @@ def main() -> int:
         "quantised-size-large": lambda: quantised_size.measure_large(1 << (24 if quick else 30)),
         "step-cost": step_cost.measure,
         "rank-cost": rank_cost.measure,
+        "plan-scale": plan_scale.measure,
         "speed": lambda: codec_speed.measure(1 << (24 if quick else 29), 2 if quick else 5),
         "quantise": lambda: quantise_speed.measure(1 << (24 if quick else 28), 1 if quick else 5),
         "many-tensors": lambda: many_tensors.measure(1_000 if quick else 100_000),
@@ -115,6 +119,7 @@ def main() -> int:
         "engine": lambda: _engine(quick),
         "engine-models": lambda: _engine_models(quick),
         "fleet": lambda: fleet_coordination.measure((1, 8) if quick else (1, 8, 64, 512)),
+        "fleet-leases": lambda: fleet_coordination.measure_leases((1, 8) if quick else (1, 8, 64, 512)),
         "fleet-links": lambda: fleet_links.measure(4, 1) if quick else fleet_links.measure(),
         "dashboard": lambda: dashboard_scale.measure(((50, 2), (500, 8)) if quick else ((100, 4), (10_000, 64), (100_000, 512))),
         "channels": lambda: channel_rollback.measure(1 << 18, 2, 1, (0.1,)) if quick else channel_rollback.measure(),

@@ -14,6 +14,7 @@ import fleet_coordination
 import fleet_links
 import rl_profile
 
+from deltawire.store.memory import MemoryStore
 from deltawire.testing.fleet_simulation.profile import GENERATING
 
 
@@ -40,3 +41,8 @@ def test_the_profiles_of_rl_runs_and_the_costs_of_fleets_can_be_computed() -> No
         requests, at_work = fleet_compare.compare(2, 2, 0, fleet_compare.engine_of(None), round_trip)
         assert requests > 10
         assert 0.5 < at_work < 1
+
+
+def test_a_fleet_in_one_thread_over_a_real_store_ends() -> None:
+    """Members read the board with `Watch`, which the benchmark must answer itself: there is nothing to wait for in one thread."""
+    assert fleet_coordination.leases_per_second(2, MemoryStore()) > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltawire.planning import FleetShape, Link, Network, Prices, Region, Workload, plan, transfer_seconds
+from deltawire.planning import FleetShape, Link, Network, Prices, Region, Workload, plan, store_limits, transfer_seconds
 from deltawire.planning.link_model import CALIBRATED, MEASURED, calibrate, error
 from deltawire.planning.plan import DELTAWIRE, FULL
 from deltawire.planning.workload import DENSITIES, bits_per_change
@@ -111,6 +111,18 @@ def test_the_link_model_is_the_calibrated_one_and_near_the_measurements() -> Non
 
 def test_a_link_without_delay_moves_bytes_at_its_rate() -> None:
     assert transfer_seconds(1, 125e6 * CALIBRATED.efficiency * 1000, Link(1e9, 0)) == pytest.approx(1000, rel=0.01)
+
+
+def test_requests_of_a_rollout_are_those_of_the_recorded_fleet_of_512() -> None:
+    recorded = json.loads((RESULTS / "fleet-coordination.json").read_text())
+    last = dict(zip(recorded["columns"], recorded["rows"][-1], strict=True))
+    assert last["members"] == "512"
+    every = sum(float(last[column]) for column in ("lease + result", "board", "heartbeats", "trainer"))
+    assert every == pytest.approx(float(last["requests per accepted rollout"]), abs=0.06)
+    writes = float(last["of all: writes"])
+    assert writes == store_limits.PUTS_PER_ROLLOUT
+    assert pytest.approx(every - writes, abs=0.005) == store_limits.GETS_PER_ROLLOUT
+    assert float(last["trainer"]) == store_limits.TRAINER_PER_ROLLOUT
 
 
 def test_densities_are_the_recorded_ones() -> None:
