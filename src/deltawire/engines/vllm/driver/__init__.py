@@ -4,6 +4,7 @@ sidecar.py           follows a chain and brings each version into the server
 server_replica.py    the weights of the server: fetches deltas into the spool, or lets the server load a full checkpoint
 server_update.py     the server as an engine for `SwapController`: pause, update, resume
 replica_settings.py  the settings of these updates
+staging_waits.py     when to ask the workers whether they have staged a version
 worker_versions.py   which versions the workers have, or can go back to
 routes.py            a client of the server's HTTP routes
 readiness.py         a route that tells load balancers whether the server serves a version of the chain

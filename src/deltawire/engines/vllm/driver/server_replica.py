@@ -40,13 +40,9 @@ from ..model_fit import describe_types, is_adapter
 from .replica_settings import ReplicaSettings
 from .routes import EngineUnreachable, WorkerStatus
 from .server_update import OneCallUpdate, PausableServer, RoutesUpdate, ServerUpdate, has_version, label, worker_errors
+from .staging_waits import StagingWaits
 from .worker_versions import started_with, versions_back
 
-_SHORTEST_WAIT, _LONGEST_WAIT, _LONGEST_FIRST_WAIT = 0.005, 0.25, 2.0
-"""Seconds before a question whether the workers have staged a version. A version may be much smaller than the one before it."""
-_FIRST_SHARE, _NEXT_SHARE, _UNKNOWN_SHARE = 0.8, 0.15, 0.4
-"""The first question comes after this share of the time that the last version took, and the next ones after this share of the time since
-the beginning. If there was no version before, only the third share counts."""
 _MOST_LIVE_FAILURES = 2
 """After this many live updates that were refused one after the other, the version is loaded from a mirror."""
 _KEPT_HOPS = 2
@@ -94,6 +90,7 @@ class ServerReplica:
         self._is_live = False
         self._live_failures = 0
         self._stage_seconds = 0.0
+        self._waits = StagingWaits()
         self._told_hold: str | None = None
         self._told_why_not: str | None = None
         self._told_draft: str | None = None
@@ -295,7 +292,7 @@ class ServerReplica:
             return False
         try:
             with context.report.watch.phase("apply"):
-                self._stage(Version.of(versions[0]))
+                self._stage(Version.of(versions[0]), 0)
                 context.check_wanted()
                 self._update(target, anew=False, between=versions[:-1])
         except (EngineRefused, EngineQuarantined):  # deltas or a full checkpoint may lead there
@@ -341,7 +338,7 @@ class ServerReplica:
                 self._spool.put(dataclasses.replace(hop, base=base.seq), context)
             base = hop.target
         with context.report.watch.phase("apply"):
-            self._stage(Version.of(hops[0].target))
+            self._stage(Version.of(hops[0].target), sum(entry.size for entry in hops[0].files))
             context.check_wanted()
             self._update(base, anew=False, between=[hop.target for hop in hops[:-1]])
         self._commit, self._live_failures = base, 0
@@ -383,19 +380,21 @@ class ServerReplica:
         context.report.resynced = context.report.resynced or self._commit is not None
         self._commit, self._live_failures = commit, 0
 
-    def _stage(self, version: Version) -> None:
-        """Return when all workers have staged the update. Generation waits for each question, so few are asked."""
+    def _stage(self, version: Version, size: int) -> None:
+        """Return when all workers have staged the update, for which they decode a number of bytes."""
         start = time.monotonic()
         deadline = start + self._settings.staging_patience
+        self._waits.begin(size)
         workers = self._routes.prepare(version.seq)
         while not all(worker["staged"] == version.seq for worker in workers):
             if any(worker["staging_error"] for worker in workers) or time.monotonic() > deadline:
                 reason = worker_errors(workers) or f"they took longer than {self._settings.staging_patience:.0f} seconds"
                 self._report(REFUSED, None if self._commit is None else self._commit.seq, reason)
                 raise EngineRefused(f"the workers cannot stage {version.describe()}: {reason}")
-            time.sleep(wait_before_asking(time.monotonic() - start, self._stage_seconds))
+            time.sleep(self._waits.next(time.monotonic() - start))
             workers = self._routes.status()
         self._stage_seconds = time.monotonic() - start
+        self._waits.note(self._stage_seconds)
 
     def _update(self, commit: Commit, *, anew: bool, between: Sequence[Commit] = ()) -> None:
         if not self._server.one_call:
@@ -466,21 +465,3 @@ class ServerReplica:
         if reason is not None and reason != self._told_why_not:
             emit(self._on_event, "mirror-used", reason=reason)
         self._told_why_not = reason
-
-
-def wait_before_asking(elapsed: float, last: float) -> float:
-    """Return the seconds to wait before the workers are asked again whether they have staged a version.
-
-    Generation waits for each question. But every second that passes before the answer is known is one in which the old version is served.
-
-    Parameters
-    ----------
-    elapsed
-        The seconds since the workers began.
-    last
-        The seconds that they needed for the last version. 0 if it is the first one.
-    """
-    first = min(_FIRST_SHARE * last, _LONGEST_FIRST_WAIT)
-    if elapsed < first:
-        return max(_SHORTEST_WAIT, first - elapsed)
-    return max(_SHORTEST_WAIT, min((_NEXT_SHARE if last else _UNKNOWN_SHARE) * elapsed, _LONGEST_WAIT))
