@@ -40,6 +40,7 @@ class ServerDouble:
         """The reason why the tensors of the chain do not fit the model."""
         self.asleep = self.held = False
         self.paused_by_others = False
+        self.unended_update: str | None = None
         self.leases: list[tuple[float, bool]] = []
         self.completions, self.completions_status = CompletionsDouble(), 500
         self.restart()
@@ -85,7 +86,7 @@ class ServerDouble:
         if "status after a swap" in self.lost and self.calls and self.calls[-1].startswith("swap"):
             raise EngineUnreachable("no answer.")
         core = {"one_call": self.one_call, "paused": self.paused, "asleep": self.asleep, "held": self.held}
-        core["paused_by_others"] = self.paused_by_others
+        core |= {"paused_by_others": self.paused_by_others, "unended_update": self.unended_update if self.paused else None}
         core |= {"live": self.is_live, "why_not": None if self.is_live else "of its layout", "commit": self.commit, "digest": self.digest}
         core |= {"misfit": self.misfit, "loaded_types": self.loaded_types}
         kept = [[{"seq": seq, "commit": self.hashes(seq)} for seq in undo] for undo in self.undo]

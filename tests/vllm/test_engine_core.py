@@ -244,6 +244,7 @@ def test_a_step_that_fails_ends_the_engine() -> None:
 def test_an_engine_that_cannot_swap_in_one_call_says_so_and_refuses(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     core: Any = CoreDouble()
     state = {"one_call": True, "paused": False, "asleep": False, "held": None, "paused_by_others": False, "last_swap": None}
+    state["unended_update"] = None
     assert engine_state(core) == state
     if reason == "data_parallel":
         core.vllm_config.parallel_config.data_parallel_size = 2

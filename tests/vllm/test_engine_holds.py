@@ -18,7 +18,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-from deltawire.engines.vllm import QUARANTINED_LABEL, engine_core, engine_holds
+from deltawire.engines.vllm import QUARANTINED_LABEL, abandoned_updates, engine_core, engine_holds
 from deltawire.engines.vllm.engine_core import engine_state, swap_between_steps
 
 
@@ -418,6 +418,91 @@ def test_a_pause_after_a_lease_that_is_over_is_one_of_its_own() -> None:
     paused_for_too_long(core)
     core.pause_scheduler("keep")  # by a program without a lease, after the engine has continued
     core.collective_rpc("start_weight_update")
+
+
+def begin_update(core: Any, *, until: str, lease: bool = False) -> None:
+    """Begin an update of commit 4 by vLLM's routes, and die after the call `until`. The last timer of the engine wakes it up at once."""
+    if lease:
+        core.collective_rpc("deltawire_lease", None, (600.0,))
+    core.pause_scheduler("keep")
+    for method in ("start_weight_update", "update_weights", "finish_weight_update"):
+        core.collective_rpc(method)
+        if method == "update_weights":
+            core.workers = [{**worker, "seq": 4} for worker in core.workers]
+        if method == "finish_weight_update":
+            core.set_weight_version("4")
+        if method == until:
+            break
+
+
+def look_at_update(core: Any, *, after: float) -> None:
+    """Let a wake-up come this long after the last request of an update."""
+    watch = getattr(core, "deltawire_update_watch", None)
+    if watch is not None:
+        watch.due -= after
+    core._handle_client_request(EngineCoreRequestType.WAKEUP, None)
+
+
+@pytest.mark.parametrize(
+    ("until", "told"),
+    [
+        ("start_weight_update", "those of version 3, and POST /resume"),
+        ("update_weights", "have version 4, but its weights have the label '3'. POST"),
+        ("finish_weight_update", "those of version 4, and POST /resume"),
+    ],
+)
+def test_an_update_without_a_lease_that_nobody_ends_is_reported_and_the_engine_stays_paused(
+    until: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = core_class()()
+    begin_update(core, until=until)
+    look_at_update(core, after=59.0)
+    assert engine_state(core)["unended_update"] is None
+    logged: list[str] = []
+    monkeypatch.setattr(abandoned_updates.logger, "error", lambda text, *values: logged.append(text % values))
+    for _ in range(2):
+        look_at_update(core, after=60.0)
+        assert told in engine_state(core)["unended_update"]
+        assert core.is_scheduler_paused()
+    assert [told in text for text in logged] == [True]  # it is logged once
+    core.resume_scheduler()
+    assert engine_state(core)["unended_update"] is None
+    look_at_update(core, after=60.0)
+    core.pause_scheduler("keep")  # by an operator
+    look_at_update(core, after=60.0)
+    assert (engine_state(core)["paused"], engine_state(core)["unended_update"]) == (True, None)
+
+
+def test_an_update_that_goes_on_is_reported_no_more() -> None:
+    core = core_class()()
+    begin_update(core, until="start_weight_update")
+    look_at_update(core, after=60.0)
+    assert engine_state(core)["unended_update"] is not None
+    core.collective_rpc("update_weights")
+    assert engine_state(core)["unended_update"] is None
+
+
+def test_the_time_until_an_update_is_reported_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_class()()
+    monkeypatch.setenv("DELTAWIRE_UPDATE_SECONDS", "0")
+    begin_update(core, until="start_weight_update")
+    monkeypatch.setenv("DELTAWIRE_UPDATE_SECONDS", "a while")  # the second look is a minute later
+    wake(core)
+    assert engine_state(core)["unended_update"] is not None
+    assert core.deltawire_update_watch.due > time.monotonic()
+
+
+@pytest.mark.parametrize("until", ["start_weight_update", "update_weights", "finish_weight_update"])
+@pytest.mark.parametrize("is_paused_before", [True, False])
+def test_an_update_with_a_lease_is_left_to_the_lease_unless_an_operator_has_paused_the_engine(until: str, is_paused_before: bool) -> None:
+    core = core_class()()
+    if is_paused_before:
+        core.pause_scheduler("keep")
+    begin_update(core, until=until, lease=True)
+    look_at_update(core, after=60.0)
+    is_ended = until == "finish_weight_update"
+    assert (engine_state(core)["unended_update"] is None) == (is_ended or not is_paused_before)
+    assert core.is_scheduler_paused()
 
 
 def wake(core: Any) -> None:

@@ -69,7 +69,7 @@ def test_a_server_and_a_sidecar_start_as_the_pages_say(
 
     run = start_run(TinyModel("dense"))
     version = run.publish()
-    server = serve(run.checkpoint, arguments=[*flags[:at], *flags[at + 2 :]]).wait()
+    server = serve(run.checkpoint, arguments=[*flags[:at], *flags[at + 2 :]], environment={"DELTAWIRE_UPDATE_SECONDS": "0.1"}).wait()
     words = shlex.split(by_page["docs/serve.md"][1])
     assert words == ["deltawire", "sidecar", "--engine", "http://127.0.0.1:8000", "--from", "s3://bucket/run"]
     sidecar = follow(server.url, run.store)
@@ -83,7 +83,7 @@ def test_a_server_and_a_sidecar_start_as_the_pages_say(
 
 
 def check_routes_of_a_trainer(run: Run, server: LiveServer) -> None:
-    """Run the page's requests of a trainer, with a version, a fence and a location that does not exist."""
+    """Run the page's requests of a trainer, with a version, a fence, a location that does not exist, and a lease."""
     steps = block_with("init_weight_transfer_engine")
 
     def bring(seq: int, *, url: str = run.store) -> list[dict[str, Any]]:
@@ -100,8 +100,17 @@ def check_routes_of_a_trainer(run: Run, server: LiveServer) -> None:
     missing = bring(last.seq, url=f"{run.store}-missing")
     assert [sorted(answer) for answer in missing[:3]] == [["message"], ["status"], ["message"]]  # also for a wrong url
     assert "failed" in missing[3]
+    wait_until(lambda: server.routes.status()[0]["unended_update"] is not None, "a server that says why it stays paused")
+    (worker,) = server.routes.status()
+    assert f"those of version {version.seq}, and POST /resume" in worker["unended_update"]
+    assert worker["paused_by_others"]
     assert "failed" in bring(version.seq + 1)[-1]
     assert [(worker["seq"], worker["quarantined"]) for worker in server.routes.status()] == [(version.seq, False)]
     assert len(bring(last.seq)) == len(steps.splitlines())  # it begins again after a failed update
     assert not server.routes.is_paused()
-    assert [worker["seq"] for worker in server.routes.status()] == [last.seq]
+    (worker,) = server.routes.status()
+    assert (worker["seq"], worker["unended_update"]) == (last.seq, None)
+    assert run_lines(block_with("deltawire_lease"), server) == [{"results": []}]
+    server.routes.pause("keep", clear_cache=False)
+    (worker,) = server.routes.status()
+    assert (worker["paused"], worker["paused_by_others"]) == (True, False)

@@ -67,6 +67,8 @@ class FakeServer(ThreadingHTTPServer):
 
     daemon_threads = True
     label, is_paused = "3", False
+    worker: dict[str, Any] | None = None
+    """The status of its one worker. None if the server does not tell it."""
 
     def __init__(self) -> None:
         self.answers = threading.Event()
@@ -81,6 +83,16 @@ class FakeHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.answers.wait()
         told = {"/weight_info": {"weight_version": self.server.label}, "/is_paused": {"is_paused": self.server.is_paused}}[self.path]
+        self._answer(told)
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.worker is None or (self.path, asked["method"]) != ("/collective_rpc", "deltawire_status"):
+            self.send_error(500)
+            return
+        self._answer({"results": [self.server.worker]})
+
+    def _answer(self, told: dict[str, Any]) -> None:
         content = json.dumps(told).encode()
         with contextlib.suppress(ConnectionError):  # a client that no longer waits
             self.send_response(200)
@@ -110,6 +122,10 @@ def test_the_server_itself_is_asked_whether_it_generates(server: FakeServer) -> 
     assert probe() == (True, {"seq": 3})
     server.is_paused = True
     assert probe() == (False, {"reason": "the server is paused."})
+    server.worker = {"seq": 3, "unended_update": None}
+    assert probe() == (False, {"reason": "the server is paused."})
+    server.worker["unended_update"] = "a program has begun an update: POST /resume"
+    assert probe() == (False, {"reason": "the server stays paused: a program has begun an update: POST /resume."})
     server.is_paused, server.label = False, "default"
     assert probe() == (False, {"reason": "the server has the weights 'default' instead of those of commit 3."})
     server.label = "3"

@@ -149,6 +149,22 @@ def test_a_server_that_an_operator_pauses_gets_versions_and_stays_paused(scene: 
     assert not server.paused
 
 
+def test_a_sidecar_says_why_a_server_stays_paused_after_an_update_that_nobody_has_ended(one_call: Scene) -> None:
+    server, sidecar = one_call.server, one_call.sidecar
+    server.paused = server.paused_by_others = True
+    one_call.publish()
+    sidecar.step()
+    assert sidecar.readiness() == (False, {"reason": "somebody else has paused the server: POST /resume ends this."})
+    server.unended_update = "nobody has ended an update"  # the server has found out
+    sidecar.step()
+    assert sidecar.readiness() == (False, {"reason": "the server stays paused: nobody has ended an update."})
+    reasons = [event.fields["reason"] for event in one_call.events if event.name == "engine-held"]
+    assert reasons == ["somebody else has paused it", "nobody has ended an update"]
+    server.resume()
+    sidecar.step()
+    assert sidecar.readiness()[0]
+
+
 def test_a_refused_swap_resumes_a_server_that_a_killed_sidecar_has_paused(one_call: Scene) -> None:
     one_call.publish()
     one_call.server.paused = True

@@ -7,6 +7,7 @@ In vLLM's processes, in the order in which an update passes through them:
     engine_core.py        lets EngineCore swap in one call, between two steps
     engine_holds.py       keeps EngineCore paused while its weights are those of no version, and ends pauses that nobody ends
     engine_watch.py       lets EngineCore look after workers that confirm a swap later, and quarantines an engine
+    abandoned_updates.py  says why EngineCore stays paused after an update that its program has not ended
     lost_wakeups.py       limits the time that a lost wake-up between vLLM's processes costs
     backend.py            the backend, one object in each worker: stages an update while the server generates, writes it while it is paused
     ranks.py              what the workers tell each other

@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base import KvCache
-from . import QUARANTINED_LABEL, engine_holds, engine_watch
+from . import QUARANTINED_LABEL, abandoned_updates, engine_holds, engine_watch
 
 SWAP, STATUS, LEASE, QUARANTINE = "deltawire_swap", "deltawire_status", "deltawire_lease", "deltawire_quarantine"
 ADAPTERS = "deltawire_adapters"
@@ -94,6 +94,7 @@ def install(core_class: type) -> bool:
         if method in WRITING and engine_holds.uses_backend(core):
             engine_holds.check_writable(core)
             _note_write(core)
+            abandoned_updates.note(core)
             core.deltawire_was_written = False
         if method in READING and core.model_executor.is_sleeping:
             raise RuntimeError("the server is asleep, so its weights cannot be read")
@@ -113,6 +114,10 @@ def install(core_class: type) -> bool:
             if not was_written:  # vLLM would give the label of an update to the old weights
                 raise RuntimeError("no update was written, so the weights keep their label: begin again with /start_weight_update")
             engine_watch.begin(core)
+            if engine_holds.is_leased(core):
+                abandoned_updates.forget(core)
+            else:
+                abandoned_updates.note(core)
         if method != STATUS:
             return answers
         state = engine_state(core)
@@ -161,6 +166,7 @@ def engine_state(core: Any) -> dict[str, Any]:
     """Return what only EngineCore knows about a server. The status of each worker contains it."""
     state: dict[str, Any] = {"one_call": can_swap(core), "paused": not _is_running(core), "asleep": bool(core.model_executor.is_sleeping)}
     state |= {"held": engine_holds.held(core), "paused_by_others": engine_holds.stays_paused(core)}
+    state["unended_update"] = abandoned_updates.unended(core)
     return {**state, "last_swap": getattr(core, "deltawire_last_swap", None)}
 
 

@@ -13,6 +13,7 @@ Requests that are finished first ("wait") may take longer than the lease: it is 
 
 **Pauses of others.** The engine notes who has paused it. A pause without a lease is that of an operator, or of a program of its own. Only
 `/resume` ends it, not a swap, nor a lease that begins meanwhile. The status of the workers says so (`paused_by_others`).
+abandoned_updates.py tells what happens if such a program begins an update and dies.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from . import QUARANTINED_LABEL, engine_watch, lost_wakeups
+from . import QUARANTINED_LABEL, abandoned_updates, engine_watch, lost_wakeups
 
 logger = init_logger("vllm.deltawire")
 
@@ -69,10 +70,15 @@ def stays_paused(core: Any) -> bool:
     return bool(getattr(core, "deltawire_paused_by_others", False) and core.is_scheduler_paused())
 
 
+def is_leased(core: Any) -> bool:
+    """Return whether a program has a lease, and will resume the engine itself if it has paused it."""
+    lease = getattr(core, "deltawire_lease", None)
+    return lease is not None and not lease.is_lost
+
+
 def end_pause(core: Any) -> bool:
     """Forget why an engine was held or leased, because it has a version now. Returns whether it continues, if it was paused before."""
-    lease = getattr(core, "deltawire_lease", None)
-    is_over = held(core) is not None or (lease is not None and not lease.is_lost)
+    is_over = held(core) is not None or is_leased(core)
     core.deltawire_hold = None
     return is_over and not stays_paused(core)
 
@@ -113,6 +119,7 @@ def install(core_class: Any, loop_class: Any) -> bool:
     def resume_unheld(core: Any) -> Any:
         core.deltawire_hold = core.deltawire_lease = None
         core.deltawire_paused_by_others = False
+        abandoned_updates.forget(core)
         return resume(core)
 
     @functools.wraps(run_loop)
@@ -133,6 +140,7 @@ def install(core_class: Any, loop_class: Any) -> bool:
         if lease is not None and lease.is_over:
             look(core, lease)
         engine_watch.look_if_due(core)
+        abandoned_updates.look_if_due(core)
         return result
 
     for engine_class in {core_class, loop_class}:
@@ -246,7 +254,7 @@ def look(core: Any, lease: Lease) -> None:
     if _finishes_requests(core):
         lease.extend(LOOK_AGAIN_SECONDS)
         return
-    reason = _why_not(core)
+    reason = why_not(core)
     if reason is None:
         logger.warning("deltawire: the server was paused for too long, so it continues with version %s", core.get_weight_version())
         core.resume_scheduler()
@@ -269,7 +277,8 @@ def is_alone(core: Any) -> bool:
     return core.vllm_config.parallel_config.data_parallel_size == 1 and not getattr(core, "has_coordinator", False)
 
 
-def _why_not(core: Any) -> str | None:
+def why_not(core: Any) -> str | None:
+    """Return why an engine cannot continue. None if its weights are those of the version that their label says."""
     if not is_alone(core):
         return "several engines work together, and only /resume continues all of them"
     if (reason := held(core)) is not None:

@@ -24,6 +24,7 @@ _PROBE_SECONDS = 3.0
 """The time that a server has to say whether it generates."""
 _PATIENCE, _PAUSE = 1.0, 0.02
 """An answer that disagrees with what the sidecar knows is repeated for this time: a swap may be in progress."""
+_PAUSED = "the server is paused."
 
 
 class ServerProbe:
@@ -38,7 +39,7 @@ class ServerProbe:
     """
 
     def __init__(self, engine: str, check: Check) -> None:
-        self._routes = VllmRoutes(engine)  # the sidecar counts the requests of its own routes
+        self._routes = VllmRoutes(engine, patience=_PROBE_SECONDS)  # the sidecar counts the requests of its own routes
         self._check = check
 
     def __call__(self) -> tuple[bool, Mapping[str, Any]]:
@@ -50,7 +51,8 @@ class ServerProbe:
             if problem is None:
                 return is_ready, told
             if time.monotonic() > end:
-                return False, {"reason": problem}
+                follows_chain = told.get("seq") is not None
+                return False, {"reason": self._why_paused() if problem == _PAUSED and follows_chain else problem}
             time.sleep(_PAUSE)
 
     def close(self) -> None:
@@ -63,10 +65,19 @@ class ServerProbe:
             if seq is not None and label != str(seq):
                 return f"the server has the weights {label!r} instead of those of commit {seq}."
             if self._routes.is_paused(_PROBE_SECONDS):
-                return "the server is paused."
+                return _PAUSED
         except EngineError as error:
             return str(error)
         return None
+
+    def _why_paused(self) -> str:
+        """Ask whether a program has paused the server for an update that it has not ended."""
+        try:
+            workers = self._routes.status()
+        except EngineError:
+            workers = []
+        reason = next((worker["unended_update"] for worker in workers if worker.get("unended_update")), None)
+        return _PAUSED if reason is None else f"the server stays paused: {reason}."
 
 
 class ReadinessRoute:

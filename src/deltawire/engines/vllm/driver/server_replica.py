@@ -108,9 +108,12 @@ class ServerReplica:
         return self._commit
 
     @property
-    def stays_paused(self) -> bool:
-        """Whether somebody else has paused the server."""
-        return self._server.stays_paused
+    def why_paused(self) -> str | None:
+        """The reason why somebody else's pause of the server lasts. None if there is no such pause."""
+        if not self._server.stays_paused:
+            return None
+        unended = self._server.unended_update
+        return "somebody else has paused the server: POST /resume ends this." if unended is None else f"the server stays paused: {unended}."
 
     @property
     def state(self) -> Mapping[str, NDArray[Any]]:
@@ -122,7 +125,10 @@ class ServerReplica:
 
     def look_again(self) -> None:
         """Ask a server that somebody else has paused whether it still is."""
-        self._server.look_again()
+        if self._server.stays_paused:
+            workers = self._routes.status()
+            self._server.note_pause(workers)
+            self._tell_hold(workers)
 
     def quarantine(self, error: DecodingDiffers, *, for_good: bool) -> EngineQuarantined:
         """Let the server stay paused, because what it computes with its version is wrong. Returns the error to raise.
@@ -443,12 +449,7 @@ class ServerReplica:
 
     def _tell_hold(self, workers: Sequence[WorkerStatus]) -> None:
         """Emit an event if the server is held, asleep or paused by somebody else, once for each reason."""
-        paused = "somebody else has paused it"
-        found = [
-            worker.get("held") or ("it is asleep" if worker.get("asleep") else paused if worker.get("paused_by_others") else None)
-            for worker in workers
-        ]
-        reason = next(filter(None, found), None)
+        reason = next(filter(None, map(_why_held, workers)), None)
         if reason is not None and reason != self._told_hold:
             emit(self._on_event, "engine-held", reason=str(reason))
         self._told_hold = reason
@@ -465,3 +466,14 @@ class ServerReplica:
         if reason is not None and reason != self._told_why_not:
             emit(self._on_event, "mirror-used", reason=reason)
         self._told_why_not = reason
+
+
+def _why_held(worker: WorkerStatus) -> str | None:
+    """Return why a server does not generate, as the status of a worker says. None if it does."""
+    if worker.get("held"):
+        return str(worker["held"])
+    if worker.get("asleep"):
+        return "it is asleep"
+    if worker.get("paused_by_others"):
+        return str(worker.get("unended_update") or "somebody else has paused it")
+    return None

@@ -48,6 +48,8 @@ class PausableServer:
         """True if the server needs a request to resume."""
         self.stays_paused = False
         """True if somebody else has paused the server, who will resume it."""
+        self.unended_update: str | None = None
+        """Why it stays paused, and what to do, if a program has paused it for an update and has not ended that."""
         self._tells_pauses = False
         self._grants_leases = False
         self.is_held = False
@@ -69,6 +71,7 @@ class PausableServer:
         self._tells_pauses = all("paused_by_others" in worker for worker in workers)
         self.stays_paused = any(worker.get("paused_by_others", False) for worker in workers)
         self.must_resume = any(worker.get("paused", True) for worker in workers) and not self.stays_paused
+        self.unended_update = next((str(worker["unended_update"]) for worker in workers if worker.get("unended_update")), None)
 
     def note_swap(self, *, is_running: bool) -> None:
         """Take from the answer to a swap in one call, which was made, whether the server needs a request to resume.
@@ -80,10 +83,6 @@ class PausableServer:
         """
         self.is_held, self.stays_paused = False, self._tells_pauses and not is_running
         self.must_resume = not is_running and not self.stays_paused
-
-    def look_again(self) -> None:
-        """Ask a server that somebody else has paused whether it still is."""
-        self.stays_paused = self.stays_paused and self.routes.is_paused()
 
     def stop(self) -> None:
         """Pause the server, and end its requests, until a swap is made."""

@@ -227,8 +227,8 @@ class Sidecar:
         served = self.served
         if served is None or self._replica.controller.state in (SwapState.HALTED, SwapState.QUARANTINED):
             return False, {"reason": self._problem or "the server has no version of the chain yet."}
-        if self._replica.stays_paused:
-            return False, {"reason": "somebody else has paused the server: POST /resume ends this."}
+        if (why_paused := self._replica.why_paused) is not None:
+            return False, {"reason": why_paused}
         return True, {"seq": served.seq, "updates": served.updates}
 
     def close(self) -> None:
