@@ -1,6 +1,8 @@
 """Prints the results of gpu_engine.py as a table with a column for each model, and keeps them in results/gpu-engine.json.
 
-python benchmarks/gpu_engine_table.py OUT/dense-8b.json OUT/moe-10b.json …
+    python benchmarks/gpu_engine_table.py OUT/dense-8b.json OUT/moe-10b.json …
+
+Without files, it prints what results/gpu-engine.json holds.
 """
 
 from __future__ import annotations
@@ -26,11 +28,30 @@ def table_of(models: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _span(key: str, *, steps: str = "idle one load", factor: float = 1.0, digits: int = 0, of_worker: bool = False) -> Any:
-    """Return a function that gives the lowest and the highest value of a key in updates of these kinds."""
+def _chosen(model: dict[str, Any], steps: str, after_repeated: bool | None) -> list[Update]:
+    """Return the updates of these kinds. True and False choose those whose update before was staged several times, or once."""
+    found = []
+    before = 1
+    for update in model["updates"]:
+        if update["step"].partition(":")[0] in steps.split() and after_repeated in (None, before > 1):
+            found.append(update)
+        before = update.get("worker_stages", 1)
+    return found
+
+
+def _span(
+    key: str,
+    *,
+    steps: str = "idle one load",
+    factor: float = 1.0,
+    digits: int = 0,
+    of_worker: bool = False,
+    after_repeated: bool | None = None,
+) -> Any:
+    """Return a function that gives the lowest and the highest value of a key in updates of these kinds (`_chosen`)."""
 
     def cell(model: dict[str, Any]) -> str:
-        chosen = [update for update in model["updates"] if update["step"].partition(":")[0] in steps.split()]
+        chosen = _chosen(model, steps, after_repeated)
         values = [(update["worker"] if of_worker else update).get(key) for update in chosen]
         return _between([factor * value for value in values if value is not None], digits)
 
@@ -51,8 +72,19 @@ def _memory(model: dict[str, Any]) -> str:
 
 
 def _rates(model: dict[str, Any]) -> str:
-    found = [update["rates"] for update in model["updates"] if update["step"].startswith("staging")]
-    return "; ".join(f"{each['before']:,.0f} and {each['staging']:,.0f}" for each in found) or "–"
+    found = [update["rates"] for update in _chosen(model, "staging", None)]
+    return "; ".join(f"{each['before']:,.0f}, {each['staging']:,.0f} and {each['after']:,.0f}" for each in found) or "–"
+
+
+def _slower(steps: str) -> Callable[[dict[str, Any]], str]:
+    """Return a function that tells how much slower eight streams are while the worker stages, than the mean of before and after."""
+
+    def cell(model: dict[str, Any]) -> str:
+        rates = [update["rates"] for update in _chosen(model, steps, None)]
+        shares = [100 * (1 - 2 * each["staging"] / (each["before"] + each["after"])) for each in rates]
+        return f"{_between(shares, 1)}%" if shares else "–"
+
+    return cell
 
 
 def _reload(model: dict[str, Any]) -> str:
@@ -77,9 +109,11 @@ def _between(values: list[float], digits: int) -> str:
 
 _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "bytes of a version, MB": _span("delta_bytes", factor=1e-6, digits=1),
-    "from the commit until the server generates with it": _span("commit_to_serving_ms"),
+    "from the commit until the server generates with it": _span("commit_to_serving_ms", after_repeated=False),
+    "the same, for an update after one that was staged several times": _span("commit_to_serving_ms", after_repeated=True),
     "… the sidecar fetches and checks the files": _span("fetch_ms"),
-    "… the workers stage, until the sidecar knows it": _span("staging_ms"),
+    "… the workers stage, until the sidecar knows it": _span("staging_ms", after_repeated=False),
+    "… for an update after one that was staged several times": _span("staging_ms", after_repeated=True),
     "… of which the worker's own work": _span("worker_stage_ms"),
     "… the request that swaps": _span("swap_call_ms"),
     "in it: steps in flight are finished, if idle": _span("drain_ms", steps="idle", digits=1),
@@ -92,7 +126,9 @@ _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "longest gap between two tokens of a stream, KV cache kept": _gap("gap_ms", "keep"),
     "the same, KV cache dropped": _gap("gap_ms", "drop"),
     "longest gap while the worker stages": _gap("gap_staging_ms", "keep", "drop"),
-    "tokens/s of eight streams, before and while it stages without a break": _rates,
+    "tokens/s of eight streams, before, while it stages without a break, and after": _rates,
+    "slower while it stages without a break, than the mean of before and after": _slower("staging"),
+    "the same, while it stages once": _slower("load"),
     "generation lost by one staging": _span("generation_lost_ms", steps="staging", digits=1),
     "GPU memory beyond the weights, KV cache kept": _memory,
     "vLLM's own reload of all weights": _reload,
@@ -101,6 +137,9 @@ _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def main() -> None:
+    if not sys.argv[1:]:
+        show(table_of(list(json.loads((RESULTS / "gpu-engine.json").read_text()).values())))
+        return
     models = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
     for model in models:
         model["updates"] = [{key: value for key, value in update.items() if key not in _LONG} for update in model["updates"]]
