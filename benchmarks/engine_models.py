@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sleeping_readers
 from report import Table
 from vllm_server import State, VllmServer, new_model
 
@@ -124,7 +125,8 @@ def measure_model(name: str, *, width: int, layers: int, updates: int) -> Costs:
         publisher.publish(state)
         deltawire.pull(str(folder / "store"), folder / "first", options=ReaderOptions(pin=False))
         costs.weight_bytes = sum(path.stat().st_size for path in (folder / "first").glob("*.safetensors"))
-        server = VllmServer(folder / "first", folder / "server.log", os.environ.get("PYTHONPATH", ""))
+        paths = [sleeping_readers.plugin_path(folder / "plugin"), os.environ.get("PYTHONPATH", "")]
+        server = VllmServer(folder / "first", folder / "server.log", os.pathsep.join(filter(None, paths)))
         opened.callback(server.kill)
         server.wait()
         events: list[Event] = []
@@ -287,7 +289,9 @@ def _table(found: dict[str, Costs], updates: int) -> Table:
         )
     table.notes = [
         "Pause, writing, HTTP calls and the time behind the trainer were measured while clients streamed requests; processor time and "
-        "memory while the server was idle. The time behind the trainer includes encoding and uploading. Memory includes mapped files.",
+        "memory while the server was idle. The time behind the trainer includes encoding and uploading. Memory includes mapped files. "
+        "Processes of the server sleep while they wait for messages; by default they use a core for a second after each message "
+        "(benchmarks/sleeping_readers.py).",
     ]
     now = {costs.model: costs for name, costs in found.items() if not name.endswith("before")}
     dense = now["dense"]

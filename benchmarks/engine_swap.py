@@ -44,13 +44,15 @@ _TRAINING_SECONDS = 1.0
 class Sync(NamedTuple):
     """One sync: when the pause began and ended, how many bytes were moved, and how many HTTP requests the server got within the pause.
 
-    The requests that pause and resume the server count too.
+    The requests that pause and resume the server count too. `write` is the number of seconds in which the worker wrote changes to its
+    weights. It is None if the method has no such step, because it loads all weights.
     """
 
     paused: float
     resumed: float
     size: int
     calls: int
+    write: float | None = None
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Method:
     sizes: list[int] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
+    writes: list[float] = field(default_factory=list)
 
 
 def measure(width: int, layers: int, steps: int, open_url: Callable[[], AbstractContextManager[str]]) -> Table:
@@ -107,11 +110,12 @@ def _take_turn(method: Method, server: VllmServer, state: State, stamps: list[fl
     for _ in range(steps):
         _train(state, rng)
         ready = time.monotonic()
-        paused, resumed, size, calls = method.step()
+        paused, resumed, size, calls, write = method.step()
         method.pauses.append(resumed - paused)
         method.behind.append(resumed - ready)
         method.sizes.append(size)
         method.calls.append(calls)
+        method.writes += [] if write is None else [write]
         time.sleep(_TRAINING_SECONDS)
         around = sorted(stamp for stamp in list(stamps) if paused - 1 < stamp < resumed + 1)
         method.gaps.append(max((later - stamp for stamp, later in itertools.pairwise(around)), default=float("nan")))
@@ -136,6 +140,12 @@ def _methods(server: VllmServer, state: State, folder: Path, url: str, opened: E
     def resume(pause: tuple[float, int], size: int) -> Sync:
         routes.resume()
         return Sync(pause[0], time.monotonic(), size, routes.requests - pause[1])
+
+    def written() -> float | None:
+        """Return the seconds of the last update in which the worker wrote changes."""
+        (worker,) = routes.status()
+        milliseconds = worker["last"].get("write_ms")
+        return None if milliseconds is None or worker["last"].get("loaded_anew") else float(milliseconds) / 1e3
 
     broadcast = weight_broadcast.Broadcast(routes, free_port(), state)
 
@@ -163,7 +173,7 @@ def _methods(server: VllmServer, state: State, folder: Path, url: str, opened: E
         version = _published(inside, state)
         paused = pause()
         load({"url": f"{url}/inside", "spool": str(folder / "spool")}, version, anew=anew)
-        return resume(paused, version.bytes)
+        return resume(paused, version.bytes)._replace(write=written())
 
     ours = opened.enter_context(Publisher(f"{url}/ours"))
     events: list[Event] = []
@@ -177,7 +187,7 @@ def _methods(server: VllmServer, state: State, folder: Path, url: str, opened: E
         resumed = time.monotonic()
         (swap,) = [event for event in events if event.name == "swapped" and event.fields["seq"] == version.seq]
         pause_seconds, calls = float(swap.fields["pause_seconds"] or 0), int(swap.fields["http_calls"] or 0)
-        return Sync(resumed - pause_seconds, resumed, version.bytes, calls)
+        return Sync(resumed - pause_seconds, resumed, version.bytes, calls, written())
 
     def join_sidecar() -> None:
         _published(ours, state)
@@ -202,6 +212,7 @@ def _table(methods: list[Method], weight_bytes: int, quiet: list[float], request
         [
             "method",
             "pause, ms",
+            "of it writing changes, ms",
             "HTTP requests in the pause",
             "longest wait for a token, ms",
             "tokens delayed per sync",
@@ -214,6 +225,7 @@ def _table(methods: list[Method], weight_bytes: int, quiet: list[float], request
             [
                 method.name,
                 f"{1e3 * statistics.median(method.pauses):.0f} (at most {1e3 * max(method.pauses):.0f})",
+                f"{1e3 * statistics.median(method.writes):.1f}" if method.writes else "–",
                 str(max(method.calls)),
                 f"{1e3 * statistics.median(method.gaps):.0f}",
                 f"{statistics.median(method.gaps) * rate:.0f}",
@@ -241,6 +253,9 @@ def _table(methods: list[Method], weight_bytes: int, quiet: list[float], request
         ratio = statistics.median(other.pauses) / statistics.median(ours.pauses)
         table.check(f"a shorter pause than with {what} ({ratio:.1f} times)", ratio > 1)
     table.check(f"at most 3 HTTP requests in the pause ({max(ours.calls)})", max(ours.calls) <= 3)
+    pause, write = 1e3 * statistics.median(ours.pauses), 1e3 * statistics.median(ours.writes) if ours.writes else float("inf")
+    table.check(f"a pause of at most 40 ms ({pause:.0f})", pause <= 40)
+    table.check(f"of it, at most 5 ms for writing ({write:.1f})", write <= 5)
     fewer = statistics.mean(broadcast.sizes) / statistics.mean(ours.sizes)
     table.check(f"fewer bytes than with all weights ({fewer:.0f} times)", fewer > 1)
     return table
