@@ -29,17 +29,18 @@ EVERY_SYNC = bool(os.environ.get("DELTAWIRE_TEST_EVERY_SYNC"))
 
 @dataclass(frozen=True)
 class Served:
-    """A model, how it is quantised, and what its server needs."""
+    """A model, how it is quantised, and what its server needs. With a canary, the sidecar checks the server's results after each swap."""
 
     model: TinyModel
     ranks: int = 1
     recipe: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     arguments: Sequence[str] = ()
+    has_canary: bool = False
 
 
 SERVED = {
-    "dense-tp1": Served(TinyModel("dense")),
+    "dense-tp1": Served(TinyModel("dense"), has_canary=True),
     "tied-tp2": Served(TinyModel("tied", tied=True), 2),
     "moe-tp1": Served(TinyModel("moe", experts=4)),
     "moe-tp2": Served(TinyModel("moe", experts=4), 2),
@@ -76,7 +77,7 @@ def test_after_each_of_twenty_swaps_every_tensor_is_that_of_a_fresh_load(
     server.wait()
     assert server.routes.weight_version() == "default"
     usual = check_decoding(server.routes, most_difference=math.inf, most_mean=math.inf)
-    sidecar = follow(server.url, run.store)
+    sidecar = follow(server.url, run.store, *(("--canary", "self") if served.has_canary else ()))
     ended: list[int] = []
     done = 0
     for last in sorted({LOADED, *compared(model, ranks)}):
@@ -97,6 +98,9 @@ def test_after_each_of_twenty_swaps_every_tensor_is_that_of_a_fresh_load(
     assert len(swaps) == SYNCS or len(swaps) == SYNCS + 1  # the first two versions may be swapped together
     assert [swap["loaded_anew"] for swap in swaps[1:]] == [0] * (len(swaps) - 1)
     check_decoding(server.routes, usual=usual)
+    if served.has_canary:
+        passed = [swap["seq"] for swap in swaps]
+        wait_until(lambda: [event["seq"] for event in sidecar.events("canary-passed")] == passed, sidecar.log_tail())
     assert len(ended) >= 2
     assert set(ended) == {150}  # every request got all of its tokens
     assert not sidecar.events("engine-quarantined")
