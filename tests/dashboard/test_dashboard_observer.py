@@ -186,6 +186,17 @@ def test_hostile_texts_are_cut_and_numbers_are_finite(run: ShownRun) -> None:
     assert [one["name"] for one in sections["members"]["shown"]] == ["a"]
 
 
+def test_engines_that_serve_nothing_are_faults(run: ShownRun) -> None:
+    run.publish()
+    run.report("engine-1", "fenced", "half-way.")
+    run.report("engine-2", "lost", "no answer.")
+    found = {fault["text"]: fault["level"] for fault in seen(run.store)["faults"]}
+    assert found == {
+        "The engine engine-1 serves nothing, because an update failed half-way: half-way.": "bad",
+        "The engine engine-2 serves nothing, because its server does not answer: no answer.": "bad",
+    }
+
+
 def outcomes(observer: Observer) -> dict[str, str]:
     return {bar[0]: bar[6] for bar in observer.sections()["tasks"]["bars"]}
 

@@ -21,7 +21,7 @@ from toy_chain import ToyChain, first_state, next_state
 from deltawire import Publisher
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.chain.records.published_relays import publish_relay
-from deltawire.chain.records.reports import QUARANTINED, REFUSED, SERVING, put_report
+from deltawire.chain.records.reports import LOST, QUARANTINED, REFUSED, SERVING, put_report
 from deltawire.cli.doctor.chain_checks import ChainState
 from deltawire.cli.doctor.engine_checks import OLDEST, check_packages, is_older
 from deltawire.cli.doctor.examine import _judge_rate, examine
@@ -313,11 +313,12 @@ def test_readers_and_engines_that_lag_or_failed_are_named(toy: ToyChain) -> None
     put_report(store, run, "engine-2", REFUSED, 3, "other shapes")
     put_report(store, run, "engine-3", SERVING, 2)
     put_report(store, run, "engine-4", SERVING, 15)
+    put_report(store, run, "engine-5", LOST, None, "no answer")
     store.put(keys.pin_key("reader-1"), Pin(run.id, "reader-1", 3, 3600).to_bytes())
     store.put(keys.pin_key("reader-2"), Pin(run.id, "reader-2", 15, 3600).to_bytes())
     found = look(store)
     told = {what.split(" ")[0]: level for check, level, what, _ in found if check == "engines"}
-    assert told == {"engine-1": "wrong", "engine-2": "warning", "engine-3": "warning"}
+    assert told == {"engine-1": "wrong", "engine-2": "warning", "engine-3": "warning", "engine-5": "wrong"}
     assert "1 reader up to 12 versions behind: reader-1" in [what for check, _, what, _ in found if check == "readers"]
     later = look_later(store, 5000)
     silent = [what for check, _, what, _ in later if check == "readers"]

@@ -8,7 +8,7 @@ import pytest
 from sidecar_scene import Scene
 
 from deltawire.chain.log import ChainLog
-from deltawire.chain.records.reports import QUARANTINED, REFUSED, SERVING, read_reports
+from deltawire.chain.records.reports import LOST, QUARANTINED, REFUSED, SERVING, read_reports
 from deltawire.cli.commands.sidecar import _Listener
 from deltawire.dtypes import dtype_named
 from deltawire.engines.http_session import Answer
@@ -127,6 +127,22 @@ def test_a_server_that_was_never_reached_is_reported_once_for_each_reason(
     assert [str(event.fields["reason"]).partition(" Check")[0] for event in waiting] == ["/a: refused.", "/a: timed out."]
     _Listener()(waiting[0])
     assert "waits for the server: /a: refused." in capsys.readouterr().err
+
+
+def test_a_server_that_is_lost_is_no_longer_reported_as_serving(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    seq = scene.serve()
+
+    def refuse() -> str:
+        raise EngineUnreachable("/weight_info: refused.")
+
+    monkeypatch.setattr(scene.server, "weight_version", refuse)
+    scene.sidecar.run(stop=StopAfter(3))
+    report = scene.report()
+    assert (report.state, report.seq, report.error) == (LOST, None, "/weight_info: refused.")
+    assert [event.name for event in scene.events if event.name == "engine-lost"] == ["engine-lost"]  # once
+    monkeypatch.undo()
+    scene.sidecar.step()
+    assert (scene.report().state, scene.report().seq) == (SERVING, seq)
 
 
 def test_a_server_that_is_not_the_right_one_ends_the_sidecar_unless_it_was_before(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,8 @@ def _reader_faults(readers: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         why = f": {report['error']}" if report["error"] else "."
         if report["state"] == "quarantined":
             yield _fault("bad", f"The engine {report['reader']} serves nothing, because an update failed half-way{why}", report["time"])
+        elif report["state"] == "lost":
+            yield _fault("bad", f"The engine {report['reader']} serves nothing, because its server does not answer{why}", report["time"])
         elif report["state"] == "refused":
             yield _fault("warning", f"The engine {report['reader']} could not take a newer version{why}", report["time"])
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..chain.log import ChainLog
-from ..chain.records.reports import QUARANTINED, REFUSED, SERVING, read_reports
+from ..chain.records.reports import LOST, QUARANTINED, REFUSED, SERVING, read_reports
 from ..chain.version import Version
 from ..engines.vllm.driver.routes import EngineUnreachable, RouteFailed, VllmRoutes
 from ..errors import EngineError
@@ -201,7 +201,7 @@ class DeltaWireTransfer:
         serving = 0
         for report in read_reports(self._store, ChainLog(self._store).run):
             serving += report.state == SERVING and report.seq is not None and report.seq >= version.seq
-            if report.state in (QUARANTINED, REFUSED) and report not in reported:
+            if report.state in (QUARANTINED, REFUSED, LOST) and report not in reported:
                 reported.add(report)
                 emit(self._on_event, "engine-failed", reader=report.reader, state=report.state, seq=report.seq, reason=report.error)
         return serving >= self._engines

@@ -17,8 +17,9 @@ from ...format.records.run_records import Run
 from ...store import keys
 from ...store.base import Store
 
-SERVING, REFUSED, QUARANTINED = "serving", "refused", "fenced"
-"""States: serves version `seq`; still serves it because a newer one was refused; serves nothing because an update failed half-way."""
+SERVING, REFUSED, QUARANTINED, LOST = "serving", "refused", "fenced", "lost"
+"""States: serves version `seq`; still serves it because a newer one was refused; serves nothing because an update failed half-way; does not
+answer. Readers of releases before the last state ignore reports with it."""
 
 _MOST_TEXT = 4000
 
@@ -78,6 +79,6 @@ def parse_report(data: bytes, run: Run) -> Report:
         fields.integer("time") / 1000,
     )
     fields.done()
-    if report.state not in (SERVING, REFUSED, QUARANTINED):
+    if report.state not in (SERVING, REFUSED, QUARANTINED, LOST):
         fields.refuse(f"it has the unknown state {report.state!r}")
     return report

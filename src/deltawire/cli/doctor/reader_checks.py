@@ -8,7 +8,7 @@ from ...chain.log import ChainLog
 from ...chain.reader_options import ReaderOptions
 from ...chain.records.pins import StoredPin, read_pins
 from ...chain.records.published_relays import published_relays
-from ...chain.records.reports import QUARANTINED, REFUSED, Report, read_reports
+from ...chain.records.reports import LOST, QUARANTINED, REFUSED, Report, read_reports
 from ...errors import DeltawireError
 from ...store.base import StoreOptions
 from ..output import figures
@@ -95,6 +95,9 @@ def _judge_report(found: Examination, log: ChainLog, chain: ChainState, report: 
     if report.state == QUARANTINED:
         remedy = "Its next sync loads a full checkpoint. If that fails, too, read the engine's log, and restart it."
         found.add("engines", "wrong", f"{report.reader} serves nothing, because an update failed half-way{why}", remedy)
+    elif report.state == LOST:
+        remedy = "Start its server again. The sidecar then brings it to the newest version."
+        found.add("engines", "wrong", f"{report.reader} serves nothing, because its server does not answer{why}", remedy)
     elif report.state == REFUSED:
         what = f"{report.reader} could not take a newer version, and serves its old one{why}"
         found.add("engines", "warning", what, "Correct the cause that the message names. The sidecar tries again by itself.")

@@ -87,7 +87,7 @@ KINDS = (
     EventKind(
         "engine-failed",
         "warning",
-        "A trainer reads in a report that an engine could not take a version.",
+        "A trainer reads in a report that an engine could not take a version, or does not answer.",
         (f.READER, f.SEQ.maybe, f.STATE, f.REASON.maybe),
     ),
     EventKind("report-failed", "warning", "The engine's report could not be written.", (f.REASON,)),

@@ -22,7 +22,7 @@ from typing import Any
 from blake3 import blake3
 
 from ....chain.reader_options import ReaderOptions
-from ....chain.records.reports import SERVING, delete_report, put_report
+from ....chain.records.reports import LOST, SERVING, delete_report, put_report
 from ....chain.version import Version
 from ....errors import DecodingDiffers, DeltawireError, EngineError, EngineModelDiffers, NoChain, NoChannel, StoreError
 from ....events import Event, OnEvent, emit
@@ -177,6 +177,7 @@ class Sidecar:
                 self._problem = str(error)
                 if self.served is not None:
                     emit(self._on_event, "engine-lost", reason=str(error))
+                    self._report(LOST, None, error.message)
                 elif self._told_waiting != error.message:
                     emit(self._on_event, "waiting", reason=str(error))
                 self._told_waiting = error.message
