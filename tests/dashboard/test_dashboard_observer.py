@@ -127,19 +127,19 @@ def test_damaged_data_are_found_when_details_are_asked_for() -> None:
     store.put(entry.key, bytes(data))
     with Observer(store) as observer:
         observer.look()
-        details = observer.version(2)
+        details = observer.version(seq=2)
         observer.look()
         assert details["problem"]
         assert observer.sections()["chain"]["entries"][2]["problem"] == details["problem"]
-        assert observer.version(3)["problem"] is None, "the files of the version after it are sound"
-        assert "another version" in observer.version(3)["note"]
+        assert observer.version(seq=3)["problem"] is None, "the files of the version after it are sound"
+        assert "another version" in observer.version(seq=3)["note"]
 
 
 def test_details_count_the_changes_of_each_tensor_exactly(run: ShownRun) -> None:
     run.publish()
     with Observer(run.store) as observer:
         observer.look()
-        details = observer.version(run.seqs[-1])
+        details = observer.version(seq=run.seqs[-1])
     assert details["problem"] is None
     assert details["note"] is None
     assert sum(one["changed"] for one in details["tensors_changed"]) == details["changed"] > 0
@@ -170,7 +170,7 @@ def test_details_of_a_large_version_are_left_out(run: ShownRun) -> None:
     run.publish()
     with Observer(run.store, ObserverOptions(detail_bytes=10_000)) as observer:
         observer.look()
-        details = observer.version(run.seqs[-1])
+        details = observer.version(seq=run.seqs[-1])
     assert details["tensors_changed"] is None
     assert "not" in details["note"]
 

@@ -116,7 +116,7 @@ def test_details_come_from_the_observer(served: DashboardServer, run: ShownRun) 
     run.publish()
     status, _, body = ask(served, f"/api/version?seq={run.seqs[-1]}")
     assert status == 200
-    assert json.loads(body) == served.observer.version(run.seqs[-1])
+    assert json.loads(body) == served.observer.version(seq=run.seqs[-1])
     assert json.loads(ask(served, "/api/version?seq=99999")[2])["kind"] == "corrupt"
 
 

@@ -20,7 +20,7 @@ from markdown_blocks import ROOT
 
 sys.path.insert(0, str(ROOT / "docs" / "_site"))
 
-from api_reference import PAGES
+import api_reference
 
 _SECTION = re.compile(r"^(\w+(?: \w+)*)\n-{3,}\n(.*?)(?=^\w+(?: \w+)*\n-{3,}\n|\Z)", re.MULTILINE | re.DOTALL)
 _NAMES = re.compile(r"^(\*{0,2}\w+(?:, \*{0,2}\w+)*)(?: *:.*)?$", re.MULTILINE)
@@ -28,7 +28,7 @@ _NAMES = re.compile(r"^(\*{0,2}\w+(?:, \*{0,2}\w+)*)(?: *:.*)?$", re.MULTILINE)
 
 def public_names() -> list[str]:
     """Return the full name of everything on the pages of the API reference."""
-    return [name for page in PAGES.values() for name in page.names()]
+    return [name for page in api_reference.PAGES.values() for name in page.names()]
 
 
 def load(name: str) -> Any:

@@ -35,6 +35,13 @@ def find_version(log: ChainLog, number: int) -> Commit:
     """Return the commit that made version `number`. Raises `VersionUnknown` if there is none.
 
     Reads few commits, however long the chain is.
+
+    Parameters
+    ----------
+    log
+        The chain, from `ReaderOptions.open_log`.
+    number
+        The number of the version: 1, 2, 3 and so on. Commits count fences too; versions do not.
     """
     head = newest_version(log)
     if not 1 <= number <= head.updates:

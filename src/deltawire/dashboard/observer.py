@@ -149,7 +149,7 @@ class Observer:
             changed = {name: self._texts[name] for name, number in self._versions.items() if number > after and name in self._texts}
             return self._number, changed
 
-    def version(self, seq: int) -> dict[str, Any]:
+    def version(self, *, seq: int) -> dict[str, Any]:
         """Return the details of one commit as plain values. A version that cannot be used has a `problem`.
 
         Raises errors of the store.
@@ -184,15 +184,15 @@ class Observer:
         """
         return self._pages.page(page)
 
-    def commit_of(self, version: int) -> int | None:
+    def commit_of(self, number: int) -> int | None:
         """Return the number of the commit that made a version, or of the newest one if there is none yet. Raises errors of the store.
 
         Parameters
         ----------
-        version
+        number
             The number of the version.
         """
-        return self._pages.seq_of(version)
+        return self._pages.seq_of(number)
 
     @property
     def problem(self) -> str | None:

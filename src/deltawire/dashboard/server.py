@@ -30,9 +30,9 @@ _IDLE_SECONDS = 30.0
 _KEEP_ALIVE_SECONDS = 10.0
 _MOST_NUMBER = 10**19
 _QUERIES: dict[str, tuple[str, Callable[[Observer, int], dict[str, Any]]]] = {
-    "/api/version": ("seq", Observer.version),
+    "/api/version": ("seq", lambda observer, number: observer.version(seq=number)),
     "/api/commits": ("page", Observer.commits),
-    "/api/find": ("version", lambda observer, version: {"seq": observer.commit_of(version)}),
+    "/api/find": ("version", lambda observer, number: {"seq": observer.commit_of(number)}),
 }
 """The paths that take a number: the name of the number, and the function that answers."""
 _POLICY = (

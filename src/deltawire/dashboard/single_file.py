@@ -109,7 +109,7 @@ def _details(observer: Observer, count: int) -> dict[str, Any]:
     size = 0
     for seq in observer.newest_versions[:count]:
         try:
-            details = observer.version(seq)
+            details = observer.version(seq=seq)
         except DeltawireError as error:
             details = {"seq": seq, "kind": "unknown", "problem": str(error)}
         size += len(json.dumps(details))

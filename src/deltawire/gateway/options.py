@@ -35,7 +35,13 @@ class EngineAddress:
 
     @classmethod
     def parse(cls, text: str) -> EngineAddress:
-        """Read [CHANNEL=]URL. Raises `ValueError` for anything else."""
+        """Read [CHANNEL=]URL. Raises `ValueError` for anything else.
+
+        Parameters
+        ----------
+        text
+            The address as on the command line.
+        """
         channel, equals, url = text.partition("=")
         if not equals or "/" in channel:
             return cls(check_server_url(text))

@@ -77,7 +77,15 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The lowest and the highest value that a metric can have. Values outside of it count as the nearest value inside."""
+    """The lowest and the highest value that a metric can have. Values outside of it count as the nearest value inside.
+
+    Parameters
+    ----------
+    low
+        The lowest value.
+    high
+        The highest value. It must be above `low`.
+    """
 
     low: float
     high: float
@@ -87,7 +95,13 @@ class Range:
             raise UnusableGate(f"{self.low:g} to {self.high:g} is not a range.", hint="Give two finite numbers, the lower one first.")
 
     def clip(self, value: float) -> float:
-        """Return the nearest value inside the range."""
+        """Return the nearest value inside the range.
+
+        Parameters
+        ----------
+        value
+            The value of one answer.
+        """
         return min(max(value, self.low), self.high)
 
 

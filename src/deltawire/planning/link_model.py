@@ -85,7 +85,13 @@ class LinkModel:
     fade: float = 0.0
 
     def goodput(self, link: Link) -> float:
-        """Return the useful bytes per second of a link."""
+        """Return the useful bytes per second of a link.
+
+        Parameters
+        ----------
+        link
+            The link.
+        """
         return link.rate / 8 * self.efficiency / (1 + self.fade * link.rtt)
 
 

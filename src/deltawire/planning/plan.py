@@ -133,7 +133,13 @@ class PlanReport:
     methods: Sequence[MethodPlan]
 
     def method(self, name: str) -> MethodPlan:
-        """Return the method with a name."""
+        """Return the method with a name.
+
+        Parameters
+        ----------
+        name
+            The name of the method, such as "deltawire".
+        """
         return next(one for one in self.methods if one.name == name)
 
     def as_json(self) -> dict[str, Any]:

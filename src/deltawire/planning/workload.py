@@ -167,12 +167,24 @@ class Workload:
         return cost.versions
 
     def fetched(self, update: float) -> float:
-        """Return the bytes that a reader fetches in a step on average, if each update has this many bytes."""
+        """Return the bytes that a reader fetches in a step on average.
+
+        Parameters
+        ----------
+        update
+            The bytes of each update.
+        """
         every = self.full_every
         return update if every is None else (self.state_bytes + (every - 1) * update) / every
 
     def total(self, update: float) -> float:
-        """Return the bytes that a reader fetches in all steps. With `full_every`, the first step is a full checkpoint."""
+        """Return the bytes that a reader fetches in all steps. With `full_every`, the first step is a full checkpoint.
+
+        Parameters
+        ----------
+        update
+            The bytes of each update.
+        """
         full = 0 if self.full_every is None else math.ceil(self.steps / self.full_every)
         return full * self.state_bytes + (self.steps - full) * update
 
