@@ -41,7 +41,7 @@ so their variance is 10.5. This is the mean for a renewal process after a few ta
 
 
 class SpeedAlone(Scheduler):
-    """Gives tasks by measured speed, and knows nothing of links: results are never late, and tasks are never copied."""
+    """Gives tasks by measured speed, without regard to links: results are never late, and tasks are never copied."""
 
     def _tasks_before(self, one: Candidate, now: float) -> float:
         return float(one.holding)

@@ -1,4 +1,5 @@
-"""Measure the gate's sequential test by simulation: how often it errs although one looks all the time, and how many answers it needs.
+"""Measure the gate's sequential test by simulation: how often it is wrong when it is read after every answer,
+and how many answers it needs.
 
 Peers: a z-test for one look at a planned number of answers, which is the floor for these error probabilities; the same z-test, looked at
 all the time; and the mixture sequential probability ratio test (mSPRT) with a normal mixture, as experiment platforms use it.

@@ -109,7 +109,7 @@ def record(model: Any, ids: Any, windows: int) -> tuple[Any, Any, tuple[int, ...
 
 
 def fastest(work: Callable[[], Any], clock: Callable[[], float], tries: int = 9, pause: float = 0.0) -> float:
-    """Return the least time that work takes by a clock. After a pause, a busy machine gives more time at once."""
+    """Return the shortest time that work takes by a clock. After a pause, a busy machine gives more time at once."""
     times = []
     for _ in range(tries):
         time.sleep(pause)

@@ -133,7 +133,7 @@ private:
     }
 
     // Decodes a row as `row` does, with few branches on what the streams hold. Returns the sum of its gaps. Tables without bits stand for
-    // places that the row does not have. What they give goes after the row. `held` are the bits of the first five streams.
+    // gaps that the row does not have. Their values go after the row. `held` are the bits of the first five streams.
     template <bool Refers>
     DELTAWIRE_INLINE uint64_t usual_row(uint64_t (&held)[5], uint8_t* to, const uint8_t* order, const uint8_t* reference) {
         uint64_t kept = 0;

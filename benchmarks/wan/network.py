@@ -1,6 +1,6 @@
 """Network namespaces for a trainer and its regions, and an emulated link from the trainer to each region.
 
-Everything is removed in the end, also after an error or Ctrl-C. The next run removes the namespaces of a killed one.
+Everything is removed in the end, even after an error or Ctrl-C. The next run removes the namespaces of a killed one.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Conductor:
         self._children: dict[str, Child] = {}
 
     def run(self) -> Story:
-        """Run until all processes have ended. No process is left running, also after an error or Ctrl-C."""
+        """Run until all processes have ended. No process is left running, even after an error or Ctrl-C."""
         try:
             self._tell("demo", store=self._plan.store, steps=self._plan.steps, recipe=self._plan.quantise)
             for name in ("steady", "slow", "unlucky"):

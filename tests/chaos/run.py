@@ -160,7 +160,7 @@ class Chain:
         return code
 
     def reap_the_ended(self) -> None:
-        """Reap publishers that were fenced off, and actors that failed. Start readers again."""
+        """Reap publishers that were fenced, and actors that failed. Start readers again."""
         for name in [name for name, process in self.actors.items() if process.exitcode is not None]:
             if self.reap(name) == FENCED:
                 self.faults["publishers fenced off"] += 1

@@ -23,13 +23,22 @@ STUMBLING_BLOCKS = {
     r"\b(?:has|have|had) not\b(?! (?:been|yet been)\b| \w+(?:ed|en|un|ne|ad|nt|ld|de|wn|me|ft|und)\b)": "write 'does not have'",
     r"\b(?:nobody|somebody) knows\b": "say what is unknown",
     r"\bwhat then\?": "say it",
-    r"\bgoes? on\b(?! (?:the|a|to)\b)": "write 'continues'",
+    r"\b[Gg]o(?:es)? on\b(?! (?:the|a|to)\b)": "write 'continues'",
     r"\bbeside it\b(?= is)": "say where",
     r"\bby way of\b": "write 'through'",
     r"\bfor want of\b": "write 'without'",
     r"\bto be had\b": "write 'available'",
     r"\bstands? for\b(?= itself)": "say what it means",
-    r"\bfences? (?:nobody|somebody|it|them)? ?off\b": "write 'fences'",
+    r"\bfenc(?:e|es|ed|ing)(?: (?:nobody|somebody|anyone|everyone|it|them))? off\b": "write 'fences'",
+    r"\balso (?:if|when|while|after)\b": "write 'even if'",
+    r"\bany more(?= *(?:$|[.,;:)|\"]))": "write 'no longer' before the verb",
+    r"\b(?:waits?|uses?|reads?|needs?|asks?) (?:it |them )?no more(?= *(?:$|[.,;:)|]))": "write 'no longer' before the verb",
+    r"\b[Tt]he (?:most|least) (?:probability|value|age)\b": "write 'the largest' or 'the smallest'",
+    r"\berrs?\b": "write 'is wrong'",
+    r"\b(?:often|whenever|although) one looks\b": "say who looks",
+    r"\bof which (?:less|more|there is)\b": "write 'where less', or who has how much",
+    r"\bknows? nothing of\b|\bknow nothing\b": "say what is unknown, and to whom",
+    r"(?<![Tt]here )\b(?:is|are) no (?:number|list|text|URL|array|origin|bucket|finite)\b": "write 'is not a'",
     r"\bthat is there\b": "write 'existing'",
     r"\ba way (?:leads|to it)\b|\bother way\b|\bway round\b": "write 'route'",
 }
@@ -55,6 +64,39 @@ def remarks(source: str) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string.lstrip("#: ")
+
+
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of each string of a Python module that has several words: errors, help, texts of events.
+
+    The values in an f-string become "…". Docstrings are `remarks`.
+    """
+    tree = ast.parse(source)
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    pieces = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node) if part is not node}
+    for node in ast.walk(tree):
+        if id(node) in docstrings or id(node) in pieces or not isinstance(node, (ast.Constant, ast.JoinedStr)):
+            continue
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        text = "".join(str(part.value) if isinstance(part, ast.Constant) and isinstance(part.value, str) else "…" for part in parts)
+        if re.search(r"[a-z]+ [a-z]+ [a-z]+", text):
+            yield node.lineno, re.sub(r"\s+", " ", text).strip()
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and text of each comment of a file in C++, CUDA or JavaScript. Comments in consecutive lines are one text."""
+    begun, lines = 0, list[str]()
+    for number, line in enumerate([*source.splitlines(), ""], 1):
+        found = re.match(r"\s*(?://+|/?\*+)(?:[/!]?) ?(.*?)(?:\*/)?$", line)
+        if found:
+            begun = begun if lines else number
+            lines.append(found[1])
+            continue
+        if lines:
+            yield begun, re.sub(r"\s+", " ", " ".join(lines)).strip()
+            lines = []
+        if behind := re.search(r"[;{}),] *(?://+|/\*+) ?(.*?)(?:\*/)?$", line):
+            yield number, behind[1].strip()
 
 
 def sentences(line: str) -> list[str]:

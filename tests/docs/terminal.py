@@ -73,7 +73,7 @@ def run_in_terminal(commands: Sequence[str], folder: Path, *, until: str | None 
             if until is not None and len(begun) == len(commands) and until.encode() in written[begun[-1].end() :]:
                 os.kill(int(begun[-1][1]), signal.SIGINT)
                 until = None
-    except OSError:  # Linux raises this error when no process has the other end open any more
+    except OSError:  # Linux raises this error when the last process has closed the other end
         pass
     finally:
         os.close(ours)

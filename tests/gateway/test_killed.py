@@ -139,7 +139,7 @@ def test_a_session_in_use_is_not_taken_and_damaged_rows_end_a_log(tmp_path: Path
     assert once_more.is_empty()
     once_more.close()
     (last,) = ended_sessions(tmp_path)
-    assert not last.open_intents  # "a" is done for good, although neither its mark nor its row is there any more
+    assert not last.open_intents  # "a" is done for good, although its mark and its row are gone
     last.close(remove=True)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""A gateway knows its own ids after a restart, also if it was killed at any step, and reads the store as far back as windows need."""
+"""A gateway knows its own ids after a restart, even if it was killed at any step, and reads the store as far back as windows need."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_feedback_that_waits_for_the_store_keeps_its_memory(
             assert refused == "GatewayFull"
             assert sent > 2
             assert held > 100_000
-            assert budgets[0].used == held  # nobody waits for an answer any more
+            assert budgets[0].used == held  # nobody waits for an answer now
             away.is_away = False
             wait_until(lambda: budgets[0].used == 0, "the memory of feedback")
             assert len([one for file in stored_feedback(inner) for one in file.feedback]) == sent - 1

@@ -122,7 +122,7 @@ def test_if_changed_publishes_nothing_if_nothing_changed(place: Path) -> None:
     same = ask("publish", place / "new", place / "chain", "--if-changed")
     assert (same["published"], same["version"]) == (False, 2)
     assert "nothing to publish: version 2" in call("publish", place / "new", place / "chain", "--if-changed")
-    assert files_below(place / "chain") == before  # no publisher was fenced off
+    assert files_below(place / "chain") == before  # no publisher was fenced
     (place / "new" / "config.json").write_text('{"changed": 1}')
     assert ask("publish", place / "new", place / "chain", "--if-changed")["published"]
     assert ask("publish", place / "old", place / "chain", "--if-changed")["version"] == 4
@@ -293,7 +293,7 @@ def test_a_command_ends_with_the_follower(place: Path) -> None:
         sleeper = int(process.stdout.readline())
         process.send_signal(signal.SIGTERM)
         try:
-            process.communicate(timeout=120)  # returns only when no process holds the pipe any more
+            process.communicate(timeout=120)  # returns only when the last process has closed the pipe
         except subprocess.TimeoutExpired:
             os.kill(sleeper, signal.SIGKILL)
             raise

@@ -79,7 +79,7 @@ def test_a_publisher_without_the_bytes_of_a_damaged_attachment_does_not_fence_ot
         with pytest.raises(DataDamaged, match=r"config\.json, a file of version [12] in .*damaged"):
             Publisher(store, **options, options=OPTIONS)
         assert [info.key for info in store.list(keys.EPOCHS)] == [keys.epoch_key(1)]
-        publisher.publish(weights[2])  # the first publisher is not fenced off
+        publisher.publish(weights[2])  # the first publisher is not fenced
     # a publisher that replaces the damaged file can continue
     with Publisher(store, attachments={"config.json": NEW}, options=OPTIONS) as publisher:
         publisher.publish(weights[0])

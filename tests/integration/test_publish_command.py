@@ -130,7 +130,7 @@ def test_publishing_needs_the_right_run_and_a_checkpoint(chain: Path, checkpoint
     assert "'chain', not 'other'" in fail("publish", checkpoints[0], chain, "--run", "other", kind="RunMismatch")
     fail("publish", tmp_path / "nowhere", chain, kind="FileNotFoundError")
     fail("publish", tmp_path, chain, kind="CheckpointError")
-    assert succeed("log", chain)["head"] == before  # no publisher was fenced off
+    assert succeed("log", chain)["head"] == before  # no publisher was fenced
 
 
 def test_a_quantised_chain_is_continued_only_if_the_command_says_how(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_codecs_agree_on_states_of_many_tensors(data):
     ("name", "dtype", "tiles"), [("", np.uint16, 1 << 10), ("", np.uint8, 1 << 11), ("weight_packed", np.uint8, 1 << 12)]
 )
 def test_blocks_of_many_tiny_tensors_are_cut_alike(name, dtype, tiles):
-    """Only the second and the fourth block change, so the payload has same chunks between others, and none at its end."""
+    """Only the second and the fourth block change, so the payload has unchanged chunks between changed ones, and none at its end."""
     base = {f"{number:05}.{name}": np.zeros(3, dtype) for number in range(4 * tiles + 9)}
     new = copied(base)
     changing = [f"{number:05}.{name}" for number in (tiles, 3 * tiles, 3 * tiles + 1)]

@@ -198,7 +198,7 @@ def keep_dropped_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     ("break_it", "violation", "seed"),
     [
         pytest.param(begin_queued_tasks_unchecked, "may not do it", 3, id="queued tasks with a wrong version"),
-        pytest.param(keep_dropped_leases, "does not hold any more", 156, id="leases never given back"),
+        pytest.param(keep_dropped_leases, "no longer holds", 156, id="leases never given back"),
         pytest.param(blind_to("stale"), "outside the budget", 19, id="stale results"),
         pytest.param(blind_to("abandoned"), "which was abandoned", 12, id="results of abandoned versions"),
         pytest.param(blind_to("wrong-digest"), "that the chain does not have", 30, id="results of other weights"),

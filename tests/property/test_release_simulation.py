@@ -198,7 +198,7 @@ def join_the_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param(forget_used_interactions, "of the same line of history did", 6, id="used interactions forgotten"),
         pytest.param(acknowledge_before_the_put, "is acknowledged, but is not in the store", 0, id="acknowledged before the put"),
-        pytest.param(ignore_rollbacks, "do not come to rest", 3, id="rollbacks ignored"),
+        pytest.param(ignore_rollbacks, "channels still move", 3, id="rollbacks ignored"),
         pytest.param(serve_the_newest_version, "was never on channel", 3, id="newest version instead of the channel's"),
         pytest.param(move_without_evidence, "without evidence", 0, id="moves before evidence"),
         pytest.param(promote_every_canary, "promotes the bad version", 0, id="every canary promoted"),

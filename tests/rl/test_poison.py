@@ -1,4 +1,4 @@
-"""A run that gets poisoned results always continues, also after a resume, and its weights stay finite."""
+"""A run that gets poisoned results always continues, even after a resume, and its weights stay finite."""
 
 from __future__ import annotations
 

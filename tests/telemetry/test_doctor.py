@@ -228,7 +228,7 @@ def test_a_damaged_shortcut_is_a_warning(toy: ToyChain) -> None:
     assert not look(toy.store, "warning")
     toy.store.delete([anchor.files[0].key])
     text = warned(toy.store)
-    assert "all of which are there, but shorter routes are damaged" in text
+    assert "all of which exist, but shorter routes are damaged" in text
     assert anchor.files[0].key in text
 
 

@@ -207,7 +207,7 @@ def test_tensorboard_files_have_the_numbers(tmp_path: Path) -> None:
 
 
 def test_the_real_wandb_takes_it_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A logger joins the run that is active, also if it is made before the run, and does not end it."""
+    """A logger joins the run that is active, even if it is made before the run, and does not end it."""
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")
     settings = wandb.Settings(x_disable_stats=True, x_disable_machine_info=True, disable_git=True, console="off")

@@ -313,7 +313,7 @@ def test_only_two_functions_ask_whether_something_is_on_a_gpu():
 
 
 def test_columns_of_torch_tensors_give_the_bytes_of_tensors_one_by_one(monkeypatch):
-    """Tensors in host memory are read in columns, also if some are strided, tied, empty or parameters."""
+    """Tensors in host memory are read in columns, even if some are strided, tied, empty or parameters."""
 
     def state(seed):
         made = {f"w{number}": random_tensor(name, (3, 5), seed + number) for number, name in enumerate(KNOWN)}

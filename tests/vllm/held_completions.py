@@ -2,7 +2,7 @@
 
     with Hold(folder / "hold", tokens=12) as hold:      the server has Hold.environment(folder / "hold")
         ...                                             a request begins
-        hold.wait()                                     a completion has 12 tokens, and makes no step any more
+        hold.wait()                                     a completion has 12 tokens, and stops
         ...                                             the server swaps
     ...                                                 the completion continues
 

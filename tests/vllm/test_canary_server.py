@@ -64,7 +64,7 @@ def test_a_server_with_wrong_results_is_quarantined(start_run: Callable[[TinyMod
     sidecar.step()
     assert passed() == ["self", "self", "recorded"]
 
-    # Decoding reads other weights than prompts, also after the version was loaded anew.
+    # Decoding reads other weights than prompts, even after the version was loaded anew.
     faults.write_text(json.dumps({"stale": [0]}))
     run.publish()
     with pytest.raises(EngineQuarantined):
@@ -72,7 +72,7 @@ def test_a_server_with_wrong_results_is_quarantined(start_run: Callable[[TinyMod
     assert server.routes.is_paused()
     with pytest.raises(DecodingDiffers):
         sidecar.step()
-    with pytest.raises(DecodingDiffers, match="also after it was loaded anew"):
+    with pytest.raises(DecodingDiffers, match="even after it was loaded anew"):
         sidecar.step()
     assert server.routes.is_paused()
     (worker,) = server.routes.status()

@@ -252,7 +252,7 @@ def test_an_engine_that_nobody_resumes_continues_with_its_version() -> None:
     assert not engine_state(core)["paused"]
     with pytest.raises(RuntimeError, match="pause it again"):  # the program comes back after all
         core.collective_rpc("start_weight_update")
-    with pytest.raises(RuntimeError, match="pause it again"):  # also if it had begun the update
+    with pytest.raises(RuntimeError, match="pause it again"):  # even if it had begun the update
         core.collective_rpc("update_weights", None, (), {"update_info": {"seq": 4}})
     core.collective_rpc("deltawire_lease", None, (60.0,))
     core.pause_scheduler("keep")

@@ -109,7 +109,7 @@ def test_a_server_follows_a_chain_in_its_live_memory(
         assert [worker["last"]["loaded_anew"] for worker in answer.workers] == [int(anew)] * ranks
         assert server.routes.checksums() == runtime_hashes(run.state, ranks)
 
-    # vLLM writes to the weights by itself. They are those of no version then, also if an update was staged before.
+    # vLLM writes to the weights by itself. Then they are not those of any version, even if an update was staged before.
     version = run.publish()
     level, what = doctor_says(server, run.store)
     assert (level, what.endswith(f"the newest version is commit {version.seq}")) == ("warning", True), what

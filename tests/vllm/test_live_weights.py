@@ -450,7 +450,7 @@ def test_old_bits_are_back_after_a_fault(worker: FakeWorker, fault: str, monkeyp
 
 @pytest.fixture
 def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Emulate a GPU, also for files that change direct tensors and others."""
+    """Emulate a GPU, even for files that change direct tensors and others."""
     if compiler() is None:
         pytest.skip("needs a C++ compiler to emulate a GPU")
     with emulated(EmulatedGpu()) as gpu:

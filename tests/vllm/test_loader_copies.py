@@ -116,7 +116,7 @@ def test_a_scalar_that_goes_to_several_places_is_recorded_at_each() -> None:
     assert [targets(copy, 1) for copy in found.copies["two"]] == [[0]]
 
 
-def test_the_last_of_several_small_tensors_in_one_place_is_the_one_that_is_held() -> None:
+def test_the_last_of_several_small_tensors_in_one_position_is_the_one_that_is_held() -> None:
     import torch
 
     def load(parameters: dict[str, Any], name: str, tensor: Any) -> None:

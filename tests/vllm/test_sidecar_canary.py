@@ -81,7 +81,7 @@ def test_a_server_that_fails_gets_the_version_anew_once_and_is_then_refused(chec
     assert (scene.server.paused, scene.server.name) == (True, QUARANTINED_LABEL)
     scene.server.calls.clear()
     for _ in range(2):
-        with pytest.raises(DecodingDiffers, match="also after it was loaded anew"):
+        with pytest.raises(DecodingDiffers, match="even after it was loaded anew"):
             sidecar.step()
     assert scene.server.calls == []
     assert [event["seq"] for event in named(scene, "canary-failed")] == [seq, seq]

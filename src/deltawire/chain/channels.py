@@ -268,7 +268,7 @@ def channel_of(user: str, moves: Iterable[ChannelMove]) -> str | None:
     """
     for move in moves:
         if move.share is not None:
-            place = blake3(f"{move.id}/{move.channel}/{user}".encode()).digest()[:8]  # neither id nor name holds a slash
-            if int.from_bytes(place, "little") % MILLION < move.share:
+            point = blake3(f"{move.id}/{move.channel}/{user}".encode()).digest()[:8]  # neither id nor name holds a slash
+            if int.from_bytes(point, "little") % MILLION < move.share:
                 return move.channel
     return None

@@ -52,8 +52,8 @@ class GatesScan:
     def look(self) -> None:
         """Read what is new. Raises errors of the store, after which it can be called again."""
         canaries = {(name, move.move): move for name in self._names() for move in self._channels.promotions(name)[:MOST_CANARIES]}
-        self._found = {place: found for place, found in self._found.items() if place in canaries}
-        self._numbers = {place: number for place, number in self._numbers.items() if place in canaries}
+        self._found = {canary: found for canary, found in self._found.items() if canary in canaries}
+        self._numbers = {canary: number for canary, number in self._numbers.items() if canary in canaries}
         asked: set[str] = set()
         for (name, _), move in canaries.items():
             if name not in asked or self._looks % _CANARIES_EVERY == 0:  # the newest one comes first
@@ -82,8 +82,8 @@ class GatesScan:
 
     def _read(self, move: ChannelMove) -> None:
         """Read the newest record about a canary, if there is a new one."""
-        place = (move.channel, move.move)
-        last = self._numbers.get(place)
+        canary = (move.channel, move.move)
+        last = self._numbers.get(canary)
         after = None if last is None else live_keys.gate_key(move.channel, move.move, last)
         listed = [
             parsed[2]
@@ -94,13 +94,13 @@ class GatesScan:
             return
         own: dict[str, Any] = {"channel": move.channel, "move": move.move, "seq": move.target.seq, "number": listed[-1], "problem": None}
         try:
-            self._found[place] = own | self._plain(self._record(move, listed[-1]))
+            self._found[canary] = own | self._plain(self._record(move, listed[-1]))
         except StoreError:
             raise
         except DeltawireError as error:  # it may be repaired, so it is read again
-            self._found[place] = own | {"problem": short(str(error), 300)}
+            self._found[canary] = own | {"problem": short(str(error), 300)}
             return
-        self._numbers[place] = listed[-1]
+        self._numbers[canary] = listed[-1]
 
     def _record(self, move: ChannelMove, number: int) -> GateRecord:
         key = live_keys.gate_key(move.channel, move.move, number)

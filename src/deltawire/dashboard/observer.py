@@ -235,7 +235,7 @@ class Observer:
         if self._closed:
             raise StoreError("the observer is closed.")
         run = self._log.run
-        if self._looks and self._log.object(keys.RUN) is None:  # for example a directory that is not mounted any more
+        if self._looks and self._log.object(keys.RUN) is None:  # for example a directory that is no longer mounted
             raise NoChain(f"the run is no longer at {self._store.url}.")
         if self._fleet is None or self._readers is None or self._traffic is None:
             self._fleet = FleetScan(self._store, run.id, FleetKeyring(trusted_keys=self._options.reading.trusted_keys))

@@ -186,12 +186,12 @@ class TrafficScan:
             row.not_trained += not about.train
             row.mixed += len({span.seq for span in made.spans}) > 1
             row.last = max(row.last, stored)
-            place = (int(stored) // _MINUTE, about.channel)
-            self._times[place] = self._times.get(place, 0) + 1
+            minute = (int(stored) // _MINUTE, about.channel)
+            self._times[minute] = self._times.get(minute, 0) + 1
         minutes = sorted({minute for minute, _ in self._times})
         while len(minutes) > MOST_TIMES or len(self._times) > _MOST_COUNTS:
             oldest = minutes.pop(0)
-            self._times = {place: count for place, count in self._times.items() if place[0] > oldest}
+            self._times = {minute: count for minute, count in self._times.items() if minute[0] > oldest}
 
     def _note_episode(self, about: Interaction) -> None:
         if about.episode is not None:

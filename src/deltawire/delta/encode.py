@@ -181,15 +181,15 @@ class _Files:
     def __init__(self, works: Sequence[_Work], pool: Executor | None) -> None:
         self._works = works
         self._pool = pool
-        self._places = [(number, place) for number, work in enumerate(works) for place in range(len(work.groups))]
+        self._positions = [(number, index) for number, work in enumerate(works) for index in range(len(work.groups))]
         self._encoded: list[dict[int, EncodedGroup]] = [{} for _ in works]
         self._finished: dict[int, Future[tuple[bytes, DeltaSummary]] | tuple[bytes, DeltaSummary]] = {}
 
     def add(self, number: int, group: EncodedGroup) -> None:
         """Take a group that is encoded, by its number among the groups of all files."""
-        file, place = self._places[number]
+        file, index = self._positions[number]
         encoded = self._encoded[file]
-        encoded[place] = group
+        encoded[index] = group
         if len(encoded) == len(self._works[file].groups):
             self._finish(file)
 

@@ -51,7 +51,7 @@ class ResolvedPatch:
     """The names of the tensors that the delta removes."""
 
     def apply(self, state: MutableMapping[str, Tensor], *, threads: int | None = None) -> None:
-        """Write the new values in place. This may be repeated, also after it was interrupted half-way.
+        """Write the new values in place. This may be repeated, even after it was interrupted half-way.
 
         Names, types, shapes and writability are checked before anything is written. The old values are not checked: that was done when
         the delta was resolved. If the state is not the one that the delta was resolved against, the result is a mix of both.

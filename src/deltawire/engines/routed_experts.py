@@ -102,7 +102,7 @@ def read_vllm_experts(text: Any, routers: ModelRouters, tokens: int, *, start: i
     wanted = (max(tokens - 1 - start, 0), routers.all_layers, routers.layout.top_k)
     data = _decoded(text, 8 * wanted[0] * wanted[1] * wanted[2] + _LONGEST_HEADER)
     if data[:6] != _MAGIC or data[6:8] not in (b"\1\0", b"\2\0", b"\3\0"):
-        raise EngineError("routed experts of the vLLM server are no .npy file.")
+        raise EngineError("routed experts of the vLLM server are not a .npy file.")
     wide = 2 if data[6] == 1 else 4
     length = int.from_bytes(data[8 : 8 + wide], "little")
     header, body = data[8 + wide : 8 + wide + length], data[8 + wide + length :]
@@ -187,7 +187,7 @@ def fill_prompts(recorded: Sequence[RecordedExperts | None], prompt: int, versio
 
 def _decoded(text: Any, most: int) -> bytes:
     if not isinstance(text, str) or len(text) > (most + 2) // 3 * 4:
-        raise EngineError(f"routed experts of the server are no text of at most {(most + 2) // 3 * 4:,} characters.")
+        raise EngineError(f"routed experts of the server are not a text of at most {(most + 2) // 3 * 4:,} characters.")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):

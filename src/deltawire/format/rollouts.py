@@ -298,7 +298,7 @@ def _versions(facts: Fields, limits: RolloutLimits) -> dict[int, ClaimedVersion]
             facts.refuse("a version is [seq, step, digest]")
         seq, step, digest = value
         if min(seq, step) < 0 or not NONCE.fullmatch(digest) or (versions and seq <= max(versions)):
-            facts.refuse("its versions are malformed, or do not rise")
+            facts.refuse("its versions are malformed, or not in ascending order")
         versions[seq] = ClaimedVersion(step, Digest.from_hex(digest))
     return versions
 
@@ -335,12 +335,12 @@ def _check_values(arrays: Mapping[str, NDArray[Any]], prompts: int) -> None:
     if min(int(arrays["tokens"].min()), int(arrays["prompt_tokens"].min()), int(arrays["prompt"].min())) < 0:
         raise MalformedHeader("it has tokens or prompts below 0.")
     if int(arrays["prompt"].max()) >= prompts:
-        raise MalformedHeader("a completion is of a prompt that is not there.")
+        raise MalformedHeader("a completion belongs to a prompt that does not exist.")
     # NaN compares false. Probabilities a little above 1 are what rounding makes of 1.
     if not bool((arrays["logprobs"] <= 1e-3).all()) or not bool(np.isfinite(arrays["logprobs"]).all()):
-        raise MalformedHeader("a log-prob is no finite number up to 0.")
+        raise MalformedHeader("a log-prob is not a finite number up to 0.")
     if not bool(np.isfinite(arrays["rewards"]).all()) or bool(arrays["rewards"][arrays["scored"] == 0].view("<i8").any()):
-        raise MalformedHeader("a reward is not finite, or there is one that is not there.")
+        raise MalformedHeader("a reward is not finite, or belongs to a completion that has no such reward.")
 
 
 def _spans(table: NDArray[np.int64], lengths: NDArray[np.int32]) -> list[tuple[TokenSpan, ...]]:
@@ -349,7 +349,7 @@ def _spans(table: NDArray[np.int64], lengths: NDArray[np.int32]) -> list[tuple[T
     last = 0
     for index, start, end, seq in table.tolist():
         if not last <= index < len(found):
-            raise MalformedHeader("its spans are of completions that are not there, or out of order.")
+            raise MalformedHeader("its spans belong to completions that do not exist, or are out of order.")
         before = found[index][-1].end if found[index] else 0
         if start != before or end <= start or seq < 0:
             raise MalformedHeader("its spans do not follow each other.")

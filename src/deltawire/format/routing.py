@@ -65,7 +65,7 @@ class RoutingLayout:
         if not 1 <= len(self.layers) <= MOST_LAYERS or self.layers[0] < 0 or self.layers[-1] >= 1 << 16:
             return f"{len(self.layers):,} layers with experts; 1 to {MOST_LAYERS:,} are allowed"
         if any(one >= other for one, other in zip(self.layers, self.layers[1:], strict=False)):
-            return "layers that do not rise"
+            return "layers that are not in ascending order"
         return None
 
 
@@ -122,7 +122,7 @@ class Sequences:
         return cls(np.concatenate(parts), starts, tuple(prompt for prompt, _ in completions))
 
     def pairs(self) -> Iterator[tuple[slice, slice | None]]:
-        """Yield the place of each sequence, and that of the sequence before it of the same prompt."""
+        """Yield the index of each sequence, and that of the sequence before it of the same prompt."""
         before: dict[int, slice] = {}
         for number, prompt in enumerate(self.prompts):
             own = slice(int(self.starts[number]), int(self.starts[number + 1]))
@@ -257,7 +257,7 @@ class Routing:
         """
         layers = facts.items("layers")
         if any(type(layer) is not int for layer in layers) or len(layers) > MOST_LAYERS:
-            facts.refuse("its layers are no list of numbers")
+            facts.refuse("its layers are not a list of numbers")
         layout = RoutingLayout(facts.integer("experts"), facts.integer("top_k"), tuple(layers))
         broken = facts.integer("broken")
         facts.done()

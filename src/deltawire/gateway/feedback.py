@@ -211,7 +211,7 @@ class FeedbackIntake:
         return feedback
 
     async def store(self, feedback: Feedback, memory: Reservation | None = None) -> None:
-        """Return when the store has the feedback. Its memory stays reserved as long as it waits, also when its sender waits no more.
+        """Return when the store has the feedback. Its memory stays reserved as long as it waits, even if its sender has stopped waiting.
 
         Raises `FeedbackConflict` if its id was used for other feedback, `FeedbackNotStored` if the store does not confirm it in time, and
         `GatewayBusy`.

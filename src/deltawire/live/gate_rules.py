@@ -114,17 +114,17 @@ class GatePolicy:
     limits
         The limits, which are metrics and monitors.
     alpha
-        The most probability of a wrong promotion, and of a wrong rollback because of a limit.
+        The largest allowed probability of a wrong promotion, and of a wrong rollback because of a limit.
     min_answers
         No limit is judged, and nothing is promoted, before the canary has given this many answers that count.
     min_seconds
-        The least age of a canary that is promoted.
+        A canary is not promoted before it has been on its channel for this many seconds.
     max_seconds
         The canary is rolled back if there is no decision after this time.
     evaluate
         Whether an evaluation must pass before a promotion.
     attempts
-        The most times that the evaluation command is started, if it does not finish.
+        How many times the evaluation command is started at most, if it does not finish.
     """
 
     limits: tuple[Limit, ...] = ()
@@ -139,7 +139,7 @@ class GatePolicy:
         if not 0.0 < self.alpha <= 0.5:
             raise UnusableGate(f"an error probability of {self.alpha:g} is not useful.", hint="Use a number above 0 and at most 0.5.")
         if self.min_answers < 1 or self.attempts < 1 or not 0.0 <= self.min_seconds <= self.max_seconds < math.inf:
-            raise UnusableGate("the least and the most time or answers of the gate do not fit together.")
+            raise UnusableGate("min_answers and attempts must be at least 1, and min_seconds from 0 to max_seconds.")
         if not self.evaluate and not any(limit.must_hold for limit in self.limits):
             raise UnusableGate("the gate has nothing to prove.", hint="Give it an evaluation command, or a metric.")
         if len({limit.text for limit in self.limits}) != len(self.limits) or len(self.limits) > MOST_LIMITS:
@@ -170,7 +170,7 @@ def judge(limit: Limit, samples: Iterable[Sample], values: Range, policy: GatePo
         A promotion needs the proof of all metrics, so each proof has `alpha` alone.
     """
     if limit.factor != 1.0 and values.low < 0.0:
-        raise UnusableGate(f"{limit.name} can be negative, so {limit.text!r} is no limit.", hint="Use a limit without %.")
+        raise UnusableGate(f"{limit.name} can be negative, so {limit.text!r} cannot be its limit.", hint="Use a limit without %.")
     clipped = (Sample(each.is_canary, values.clip(each.value)) for each in samples)
     blocks = make_blocks(clipped, limit.factor)
     lowest, highest = values.low - limit.factor * values.high, values.high - limit.factor * values.low
@@ -250,7 +250,7 @@ def _describe(finding: LimitFinding) -> str:
 
 
 def parse_score(text: str) -> tuple[str, float]:
-    """Return the name and the least value of a score, from NAME:VALUE. Raises `UnusableGate`.
+    """Return the name and the smallest value of a score, from NAME:VALUE. Raises `UnusableGate`.
 
     Parameters
     ----------
@@ -259,5 +259,5 @@ def parse_score(text: str) -> tuple[str, float]:
     """
     form = _SCORE.fullmatch(text)
     if form is None or not text.isprintable():
-        raise UnusableGate(f"{text!r} is not the least value of a score.", hint="Write NAME:VALUE, such as accuracy:0.8.")
+        raise UnusableGate(f"{text!r} does not say the smallest value of a score.", hint="Write NAME:VALUE, such as accuracy:0.8.")
     return form[1], float(form[2])

@@ -1,4 +1,4 @@
-"""Compares the means of two groups of answers while they arrive. The error bound holds at every moment, however often one looks.
+"""Compares the means of two groups of answers while they arrive. The error bound holds at every moment, however often the gate looks.
 
 The test is a betting confidence sequence. Answers are read in a fixed order and are cut into blocks: a block ends as soon as it has an
 answer of each group. A block gives one difference: the mean of its canary answers minus `factor` times the mean of its stable answers.

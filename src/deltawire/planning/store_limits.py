@@ -26,7 +26,7 @@ _OFFERS = 8_000
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A resource of which there is only so much.
+    """A resource with a limited rate.
 
     Parameters
     ----------

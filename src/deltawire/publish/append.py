@@ -75,7 +75,7 @@ class Appender:
     pool
         Uploads data objects.
     memory
-        Receives the memory of states that are not needed any more.
+        Receives the memory of states that are no longer needed.
     options
         The options of the writer.
     starts_full

@@ -82,7 +82,7 @@ def wait_at_exit(pool: Waitable) -> None:
 
 
 def forget(publisher: Unfinished) -> None:
-    """Do not wait for `publisher` any more, because it was closed."""
+    """Stop waiting for `publisher`, because it was closed."""
     with _lock:
         _open.pop(publisher, None)
 

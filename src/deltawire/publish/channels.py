@@ -198,7 +198,9 @@ class ChannelWriter:
     def _moved(self, newest: ChannelMove | None) -> ChannelMoved:
         if newest is None:
             return ChannelMoved(f"the channel {self._reader.name} does not exist in {self._log.store.url}.")
-        return ChannelMoved(f"{newest.describe()} ({newest.kind}, by {newest.by or 'nobody'}) came first in {self._log.store.url}.")
+        return ChannelMoved(
+            f"{newest.describe()} ({newest.kind}, by {newest.by or 'an unnamed author'}) came first in {self._log.store.url}."
+        )
 
 
 def _who() -> str:

@@ -206,7 +206,7 @@ class ChainWriter:
         return self._attempt(commit)
 
     def land(self, attempt: Attempt) -> None:
-        """Create the commit. On return it is in the chain. It may be called again for the same attempt, also after an interruption.
+        """Create the commit. On return it is in the chain. It may be called again for the same attempt, even after an interruption.
 
         Raises `Fenced` if another writer has taken over. Raises `CommitOutcomeUnknown` if the commit may be in the chain; call it again
         with the same attempt before you propose another. After any other error the commit is not in the chain, and never will be.

@@ -97,7 +97,7 @@ class History:
         self._positions = {origin.seq: 0}
 
     def forget(self) -> None:
-        """Drop all reverse deltas, and all versions with them: even the newest one cannot be read any more."""
+        """Drop all reverse deltas, and all versions with them: not even the newest one can be read after this."""
         self.restart(self.here)
         self._positions.clear()
 

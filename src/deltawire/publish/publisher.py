@@ -71,11 +71,11 @@ class Publisher:
     ...         train(model)
     ...         publisher.publish(model, step=step)
 
-    Opening a publisher takes the run over: an earlier publisher of the same run is fenced off and raises `Fenced`. If the chain has
+    Opening a publisher takes the run over: an earlier publisher of the same run is fenced and raises `Fenced`. If the chain has
     versions already, the publisher first reads the newest one back, so that the next one is a delta over it. If that fails, it raises
-    before it fences anyone off.
+    before it fences the earlier publisher.
 
-    Use `with`. On leaving the block, the publisher publishes everything that it accepted, also if the block raises. If that takes longer
+    Use `with`. On leaving the block, the publisher publishes everything that it accepted, even if the block raises. If that takes longer
     than `WriterOptions.close_timeout`, it raises `CloseTimeout`. A background publisher that is never closed publishes when the process
     ends; after two minutes it gives up and warns (`VersionsLost`). A process that is killed loses the versions that are not published yet.
 
@@ -269,7 +269,7 @@ class Publisher:
         self._jobs.wait(limit.left)
 
     def collect(self, *, grace: float, dry_run: bool = False) -> Collected:
-        """Delete data that no reader needs any more. See `deltawire.chain.maintenance.collect`.
+        """Delete data that readers no longer need. See `deltawire.chain.maintenance.collect`.
 
         Parameters
         ----------
@@ -285,7 +285,7 @@ class Publisher:
         """Publish everything that was accepted, finish the shortcuts that are due, and release all resources. It may be called twice.
 
         Raises background errors that were not raised yet, after everything is closed. Raises `CloseTimeout` if the store does not finish
-        within `WriterOptions.close_timeout`, also if it does not say whether the last commit landed. If a signal handler calls it in the
+        within `WriterOptions.close_timeout`, or if it does not say whether the last commit landed. If a signal handler calls it in the
         middle of `publish`, it returns at once; the publisher closes when that publication ends.
         """
         self._close(settle=True)

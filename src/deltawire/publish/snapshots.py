@@ -71,7 +71,7 @@ def are_on_gpu(state: State) -> bool:
 
 
 class SnapshotMemory:
-    """Keeps the memory of one copy of the state that is not needed any more, so that the next copy need not allocate. Thread-safe.
+    """Keeps the memory of one copy of the state that is no longer needed, so that the next copy need not allocate. Thread-safe.
 
     With `keeps_spare` False, it keeps nothing: use that if no further copy will be made.
     """
@@ -92,7 +92,7 @@ class SnapshotMemory:
         return arrays
 
     def give_back(self, arrays: Arrays) -> None:
-        """Accept memory that nothing needs any more."""
+        """Accept memory that nothing uses now."""
         with self._lock:
             if self._keeps_spare and self._spare is None:
                 self._spare = arrays

@@ -36,7 +36,7 @@ class WriterOptions:
         Whether deltas over several versions (skips) are made, so that readers who are far behind catch up sooner. They cost the publisher
         a few per cent of the state in memory.
     auto_collect
-        After every anchor, data that no reader needs any more are deleted, at least this many seconds after they were marked for deletion.
+        After every anchor, data that readers no longer need are deleted, at least this many seconds after they were marked for deletion.
         None: nothing is deleted; run `deltawire gc` instead.
     announce
         Whether the files of a delta are announced while others are still encoded, so that readers fetch and decode them before the commit.

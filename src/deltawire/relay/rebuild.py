@@ -61,9 +61,9 @@ def rebuild_shard(source: Store, entry: FileEntry, state: State, *, most_tensors
     """
     text, header = _read_header(source, entry, most_tensors)
     tensors = []
-    for name, place in header.entries.items():
+    for name, held in header.entries.items():
         tensor = state.get(name)
-        if tensor is None or tensor.shape != place.shape or dtype_of_numpy(tensor.dtype) != place.dtype:
+        if tensor is None or tensor.shape != held.shape or dtype_of_numpy(tensor.dtype) != held.dtype:
             return None
         tensors.append(tensor)
     shard = RebuiltShard(text, tuple(tensors))

@@ -288,14 +288,14 @@ class Relay:
 
 
 def refuse_same_location(source: str | Path | Store, opened: Store, target: str | Path | Store, copy: Store) -> None:
-    """Raise `BadUrl` if two names surely mean the same place. Open stores may have equal URLs and differ, and so may two endpoints.
+    """Raise `BadUrl` if two names surely mean the same location. Open stores may have equal URLs and differ, and so may two endpoints.
 
     Parameters
     ----------
     source, target
         The names.
     opened, copy
-        The stores at these places.
+        The stores at these locations.
     """
     is_same = opened is copy
     if not isinstance(source, Store) and not isinstance(target, Store):

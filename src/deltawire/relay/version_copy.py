@@ -182,7 +182,7 @@ class VersionCopy:
         if not has_record(self._target, keys.RUN, self.log.run.to_bytes()):
             raise RelayConflict(f"{self._target.url} holds another run than {self.log.store.url}.")
         if read_record(self._target, keys.COPY) is None:
-            raise RelayConflict(f"{self._target.url} is no copy: no relay has made the chain there. It may be the origin itself.")
+            raise RelayConflict(f"{self._target.url} is not a copy: no relay has made the chain there. It may be the origin itself.")
         return True
 
     def _show(self) -> None:

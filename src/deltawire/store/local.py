@@ -69,7 +69,7 @@ class LocalStore(Store):
 
     def __init__(self, root: Path | str) -> None:
         if "\0" in str(root):
-            raise BadUrl(f"{str(root)!r} is no path: it contains a null character.")
+            raise BadUrl(f"{str(root)!r} is not a path: it contains a null character.")
         self.root = Path(os.path.abspath(root))
         self.url = self.root.as_uri()
         self._staging = Staging(self.root / ".deltawire-tmp")

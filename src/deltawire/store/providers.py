@@ -95,7 +95,7 @@ def _s3(bucket: str, prefix: str, url: str, options: StoreOptions, endpoint: str
     region = options.region or region or _environment("AWS_REGION", "AWS_DEFAULT_REGION")
     if region:
         if not _REGION.fullmatch(region):  # it becomes part of a host name, and the client library panics on invalid ones
-            raise StoreError(f"{region!r} is no region. Look at AWS_REGION.")
+            raise StoreError(f"{region!r} is not a region. Look at AWS_REGION.")
         config["region"] = region
     if options.virtual_hosted is not None:
         config["virtual_hosted_style_request"] = options.virtual_hosted
@@ -167,7 +167,7 @@ def _scheme_and_host(endpoint: str) -> tuple[str, str]:
     except ValueError:
         scheme, host = "", None
     if scheme not in {"http", "https"} or not host or not endpoint.isascii() or any(character <= " " for character in endpoint):
-        raise StoreError("the endpoint that the options or the environment name is no address. Write it as https://HOST[:PORT].")
+        raise StoreError("the endpoint that the options or the environment name is not an address. Write it as https://HOST[:PORT].")
     return scheme, host
 
 

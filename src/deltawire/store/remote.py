@@ -1,7 +1,7 @@
 """Stores that are reached through obstore: S3, GCS, Azure.
 
 This module imports obstore, so it is imported only when such a store is opened. The library sends every request once, and `retry` repeats
-it here, so that one place decides what may be repeated. Pieces of multipart uploads are the exception, because only the library can repeat
+it here, so that one module decides what may be repeated. Pieces of multipart uploads are the exception, because only the library can repeat
 them.
 """
 
@@ -271,7 +271,9 @@ class RemoteStore(Store):
                 # Read in pieces, so that a server that sends too much does not cost memory.
                 for piece in answer.stream(_PIECE):
                     if filled + len(piece) > len(part):
-                        raise DataDamaged(failure("read", key, self.url, f"more came than the {len(part)} bytes that were asked for."))
+                        raise DataDamaged(
+                            failure("read", key, self.url, f"the store sent more than the {len(part)} bytes that were asked for.")
+                        )
                     part[filled : filled + len(piece)] = memoryview(piece)
                     filled += len(piece)
                     if filled - reported >= enough or filled == len(part) or time.monotonic() - told >= _REPORT_SECONDS:

@@ -47,7 +47,7 @@ def open_store(url: str | Path | Store, *, options: StoreOptions | None = None, 
     - `az://CONTAINER[/PREFIX]`: AZURE_* variables
     - `hf://buckets/OWNER/NAME[/PREFIX]`: a Hugging Face bucket, through its S3 gateway; see `providers.hugging_face_store`
 
-    Raises `BadUrl` for anything else, also for something similar to a URL such as `s3:/bucket`, because it would otherwise become a
+    Raises `BadUrl` for anything else, even for something similar to a URL such as `s3:/bucket`, because it would otherwise become a
     directory. Credentials in a URL are refused because URLs end up in logs.
 
     Parameters
@@ -141,7 +141,7 @@ def _parse(url: str) -> tuple[str, SplitResult]:
     elif scheme == "hf" and parts.netloc != "buckets":
         named = {"models", "datasets", "spaces"}
         rest = parts.path if parts.netloc in named else f"/{parts.netloc}{parts.path}"
-        raise BadUrl(f"{url!r} is no bucket; versions are kept in buckets only. Did you mean hf://buckets{rest}?")
+        raise BadUrl(f"{url!r} is not a bucket; versions are kept in buckets only. Did you mean hf://buckets{rest}?")
     elif scheme == "hf":
         _split(parts.path, 2, url)
     else:
@@ -163,7 +163,7 @@ def _server(parts: SplitResult) -> dict[str, str]:
     if "@" in found.get("endpoint", ""):
         raise BadUrl(f"the endpoint of {shown} holds credentials; give them in the environment.")
     if endpoint.scheme not in ("http", "https") or not endpoint.netloc or endpoint.query or endpoint.fragment:
-        raise BadUrl(f"the endpoint of {shown} is no address. Write it as https://HOST[:PORT].")
+        raise BadUrl(f"the endpoint of {shown} is not an address. Write it as https://HOST[:PORT].")
     return found
 
 

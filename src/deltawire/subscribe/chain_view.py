@@ -153,7 +153,7 @@ class ChainView:
             with watch.phase("find"):
                 commit = self.target() if seq is None else self.version_at(self.head(), seq)
             if passed is not None and (commit == passed if self._channel is not None else commit.seq <= passed.seq):
-                raise DataMissing(f"nothing that is left in {self.log.store.url} leads to version {commit.updates} (commit {commit.seq}).")
+                raise DataMissing(f"no remaining route in {self.log.store.url} leads to version {commit.updates} (commit {commit.seq}).")
             try:
                 return attempt(commit)
             except TargetLeft:

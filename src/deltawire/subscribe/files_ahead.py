@@ -180,7 +180,7 @@ class FilesAhead:
             self._waiting, self._files = {}, {}
 
     def close(self) -> None:
-        """Drop all files. Returns when nothing is fetched any more."""
+        """Drop all files. Returns when the last fetch has ended."""
         self._is_closed = True
         self.keep_only(None)
         with self._lock:

@@ -287,7 +287,7 @@ class _Kept(NamedTuple):
     shapes: list[tuple[int, ...]]
     layout: Layout
     order: list[int] | None
-    """The place of each tensor in the state; None if the names of the state are in order."""
+    """The index of each tensor in the state; None if the names of the state are in order."""
 
 
 _kept: OrderedDict[_Key, list[_Kept]] = OrderedDict()
@@ -297,7 +297,7 @@ _lock = threading.Lock()
 def _layout_of(
     names: tuple[str, ...], types: tuple[Any, ...], read_shapes: Callable[[], Iterable[tuple[int, ...]]], elements: Any
 ) -> tuple[Layout, list[int] | None]:
-    """Return the layout of a state, and the places of its tensors. `elements` returns our element type for one of `types`.
+    """Return the layout of a state, and the indices of its tensors. `elements` returns our element type for one of `types`.
 
     Shapes are compared while they are read. A list of them would be 100,000 objects for Python's garbage collector.
     """
@@ -316,17 +316,17 @@ def _layout_of(
     dtypes = [elements(types[number]) for number in order]
     in_order = [shapes[number] for number in order]
     layout = Layout(ordered, dtypes, in_order)
-    places = None if order == list(range(len(order))) else order
+    indices = None if order == list(range(len(order))) else order
     with _lock:
         alike = (each.layout for entries in _kept.values() for each in entries if len(each.shapes) == len(shapes))
         layout = next((known for known in alike if known.is_like(layout)), layout)
-        _kept.setdefault(key, []).append(_Kept(shapes, layout, places))
+        _kept.setdefault(key, []).append(_Kept(shapes, layout, indices))
         _kept.move_to_end(key)
         while len(_kept) > _MOST_STATES or (_kept_tensors() > _MOST_KEPT and len(_kept) > 1):
             _kept.popitem(last=False)
         while len(_kept[key]) > _MOST_SHAPES:
             _kept[key].pop(0)
-    return layout, places
+    return layout, indices
 
 
 def _kept_tensors() -> int:

@@ -84,7 +84,7 @@ class UnwrittenState(Mapping[str, Tensor]):
 
     @cached_property
     def _places(self) -> dict[str, int]:
-        return {name: place for place, name in enumerate(self.unwritten.layout.names)}
+        return {name: index for index, name in enumerate(self.unwritten.layout.names)}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.unwritten.tensors[self._places[name]]

@@ -415,6 +415,6 @@ class StoreConformance:
 
 
 def _pattern(size: int) -> bytes:
-    """Bytes that differ from part to part, so that parts in the wrong place show."""
+    """Bytes that differ from part to part, so that parts in the wrong order show."""
     block = bytes(range(251))  # prime: no power of two repeats it
     return (block * (size // len(block) + 1))[:size]

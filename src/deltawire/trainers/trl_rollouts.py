@@ -72,7 +72,7 @@ class FleetRolloutWorker:
     options
         How the fleet is run.
     dismiss
-        Tell members to leave when training ends, also if it fails.
+        Tell members to leave when training ends, even if it fails.
     tokenizer
         Decodes completions for TRL's traces. It is not used for anything else.
     on_event

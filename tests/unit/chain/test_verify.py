@@ -63,7 +63,7 @@ def test_a_collected_chain_has_no_problems(deep):
     assert report.rebuilt == (6 if deep else 0)  # this includes the checkpoint at the floor
 
 
-NO_ROUTE = "no new reader can get to the newest version: nothing that is sound leads there"
+NO_ROUTE = "no new reader can get to the newest version: no undamaged route leads there"
 
 
 @pytest.mark.parametrize("deep", [False, True])

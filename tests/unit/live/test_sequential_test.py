@@ -1,4 +1,4 @@
-"""The sequential test: its errors stay below alpha however often one looks, and it finds differences. All draws are seeded."""
+"""The sequential test: its errors stay below alpha however often the gate looks, and it finds differences. All draws are seeded."""
 
 from __future__ import annotations
 

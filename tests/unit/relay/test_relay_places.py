@@ -38,7 +38,7 @@ def test_a_relay_back_to_the_origin_is_refused_and_writes_nothing():
     relay_once(region, further)
     before = objects_of(chain.store)
     for copy in (region, further):
-        with open_relay(copy, chain.store, pin=False) as relay, pytest.raises(RelayConflict, match="is no copy"):
+        with open_relay(copy, chain.store, pin=False) as relay, pytest.raises(RelayConflict, match="is not a copy"):
             relay.copy()
     assert objects_of(chain.store) == before
     relay_once(further, region)  # a copy may have several sources

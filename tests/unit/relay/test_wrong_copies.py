@@ -49,7 +49,7 @@ def test_a_copy_without_a_chain_is_reported_once_and_used_when_it_has_one():
             region.chain.delta()
         avoided = [event for event in region.events if event.name == "relay-avoided"]
         assert [event.fields["relay"] for event in avoided] == [empty.url]
-        assert "no chain is there yet" in str(avoided[0].fields["reason"])
+        assert "it holds no chain yet" in str(avoided[0].fields["reason"])
         relay_once(region.chain.store, empty)
         region.clock.now += 60
         region.forget_calls()
@@ -67,7 +67,7 @@ def test_a_copy_of_another_run_is_not_used_and_reported(signed: bool):
     with region.reader(region.sources([other.store])) as reader:
         region.assert_synced(reader)
         assert region.events[0].name == "relay-avoided"
-        assert region.events[0].fields["reason"] == "another run is there"
+        assert region.events[0].fields["reason"] == "it holds another run"
         for info in other.store.list(keys.COMMITS):  # it pretends to be the run, and serves its own commits
             assert info.size
         other.store.put(keys.RUN, region.chain.run.to_bytes())

@@ -181,7 +181,7 @@ def test_an_answer_with_another_range_is_damage() -> None:
 
 def test_a_body_that_does_not_end_is_damage_and_not_taken_into_memory() -> None:
     with failing_server("long") as server, _open(server.endpoint) as store:
-        with pytest.raises(DataDamaged, match="more came"):
+        with pytest.raises(DataDamaged, match="sent more than"):
             OPERATIONS["read"](store)
         assert server.hung_up.wait(60)  # the server could not send the whole body
 
@@ -201,7 +201,7 @@ def test_plain_http_is_for_loopback_unless_one_insists() -> None:
 @pytest.mark.parametrize("endpoint", ["host", "host:9000", "https://", "https://host:x", "https://host:99999", "ftp://host", "http://a b"])
 @pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket", "az://container", "hf://buckets/owner/name"])
 def test_an_endpoint_that_is_no_address_is_refused_before_it_is_used(endpoint: str, url: str) -> None:
-    with pytest.raises(StoreError, match="no address"):
+    with pytest.raises(StoreError, match="not an address"):
         open_store(url, options=StoreOptions(endpoint=endpoint))
 
 

@@ -430,7 +430,7 @@ def test_deltas_that_a_killed_sidecar_has_left_are_deleted_by_the_next_one(
 
 
 class SlowStore(WrappedStore):
-    """Waits in its first read of data until it is told to go on."""
+    """Waits in its first read of data until it is told to continue."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)

@@ -9,7 +9,7 @@ ReportProgress = Callable[[int, int], None]
 """Called with the number of commits done and the number of all commits."""
 
 
-NO_ROUTE = "no new reader can get to the newest version: nothing that is sound leads there"
+NO_ROUTE = "no new reader can get to the newest version: no undamaged route leads there"
 """The problem of the newest version if damage elsewhere leaves no route to it."""
 
 
@@ -38,7 +38,7 @@ class Report:
     problems: list[Problem] = field(default_factory=list)
     superseded: list[Problem] = field(default_factory=list)
     """Damage to data that readers of the newest version do not need: versions that a rewind abandoned, and data below the newest sound
-    checkpoint. These versions cannot be pulled any more, and collection removes them.
+    checkpoint. These versions can no longer be pulled, and collection removes them.
     """
     notes: list[Problem] = field(default_factory=list)
     """Findings that are not damage. They do no harm, and collection removes them."""

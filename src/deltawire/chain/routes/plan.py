@@ -80,7 +80,7 @@ def plan(have: int | None, target: int, edges: Iterable[Edge]) -> Plan:
         if (cost, hops) == best[seq]:
             for edge in leaving.get(seq, ()):
                 reach(edge, cost, hops)
-    raise VersionGone(f"nothing that is left leads to commit {target}{'' if have is None else f' from commit {have}'}.")
+    raise VersionGone(f"no remaining route leads to commit {target}{'' if have is None else f' from commit {have}'}.")
 
 
 def _trace(arrival: dict[int, Edge], target: int, have: int | None) -> list[Edge]:

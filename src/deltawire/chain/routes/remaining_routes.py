@@ -68,7 +68,7 @@ class Routes:
         return dataclasses.replace(hop, files=files)
 
     def avoid(self, failure: HopFailed) -> None:
-        """Find no route over this hop any more. Raises the failure's error if the hop was already ruled out, so that no caller loops."""
+        """Leave this hop out of all later routes. Raises the failure's error if the hop was already ruled out, so that no caller loops."""
         hop = failure.hop
         if hop.name in self._without:
             raise failure.error

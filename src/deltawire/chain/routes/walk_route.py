@@ -29,7 +29,7 @@ class AvoidsHops(Protocol):
     """Finds routes that do not use the hops that failed (`deltawire.chain.routes.remaining_routes.Routes`)."""
 
     def avoid(self, failure: HopFailed) -> None:
-        """Find no route over this hop any more. Raises the failure's error if the hop was already ruled out."""
+        """Leave this hop out of all later routes. Raises the failure's error if the hop was already ruled out."""
 
 
 def walk_route(

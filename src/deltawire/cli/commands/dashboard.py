@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _PORT = 7700
 _NOTICE_SECONDS = 0.5
 _LONGEST_ENDING = 5.0
-"""The command ends at most this many seconds after a signal, also while the store does not answer."""
+"""The command ends at most this many seconds after a signal, even while the store does not answer."""
 
 
 def _server(observer: Observer, host: str, port: int | None, names: Collection[str]) -> DashboardServer:

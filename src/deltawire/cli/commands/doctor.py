@@ -102,7 +102,7 @@ def _lines(text: str, width: int) -> list[str]:
 def _summary(found: Examination) -> str:
     counts = {level: sum(1 for finding in found.findings if finding.level == level) for level in ("wrong", "warning")}
     if not any(counts.values()):
-        return "Everything that was checked is well.\n`deltawire verify --deep` also reads all data."
+        return "No check found a problem.\n`deltawire verify --deep` also reads all data."
     wrong = f"{counts['wrong']:,} thing{'s are' if counts['wrong'] != 1 else ' is'} wrong"
     warnings = f"{counts['warning']:,} warning{'s' if counts['warning'] != 1 else ''}"
     return ", ".join(text for text, number in ((wrong, counts["wrong"]), (warnings, counts["warning"])) if number) + "."

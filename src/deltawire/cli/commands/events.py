@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from ...fleet.store_events import StoreEvents
 
 _LONGEST_ENDING = 5.0
-"""The command ends at most this many seconds after a signal, also while the store does not answer."""
+"""The command ends at most this many seconds after a signal, even while the store does not answer."""
 
 
 def events(
     url: Annotated[str, typer.Option("--from", metavar="URL", help=URL_HELP, show_default=False, callback=check_url)],
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C, and print what happens.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until Ctrl-C, and print each event.")] = False,
     count: Annotated[int, typer.Option("-n", "--count", min=1, metavar="N", help="Begin with this many of the newest commits.")] = 20,
     poll: Annotated[float, typer.Option("--poll", min=0.05, metavar="SECONDS", help="Look this often.")] = 2.0,
     metrics: MetricsOption = None,

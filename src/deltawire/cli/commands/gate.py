@@ -67,18 +67,30 @@ def gate(
     ] = None,
     score: Annotated[
         list[str] | None,
-        typer.Option("--score", metavar="NAME:VALUE", help="The least value of a score that --evaluate prints.", show_default=False),
+        typer.Option(
+            "--score",
+            metavar="NAME:VALUE",
+            help="The smallest value that a score may have. --evaluate prints the scores.",
+            show_default=False,
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.1, metavar="SECONDS", help="The longest time of --evaluate.")] = 3600.0,
-    attempts: Annotated[int, typer.Option("--attempts", min=1, metavar="N", help="Start --evaluate this often if it does not finish.")] = 3,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0.1, metavar="SECONDS", help="Stop --evaluate if it takes longer than this.")
+    ] = 3600.0,
+    attempts: Annotated[
+        int, typer.Option("--attempts", min=1, metavar="N", help="Start --evaluate at most this many times if it does not finish.")
+    ] = 3,
     alpha: Annotated[
-        float, typer.Option("--alpha", metavar="P", help="The most probability of a wrong promotion, and of a wrong rollback.")
+        float, typer.Option("--alpha", metavar="P", help="The largest allowed probability of a wrong promotion, and of a wrong rollback.")
     ] = 0.05,
     min_answers: Annotated[
         int, typer.Option("--min-answers", min=1, metavar="N", help="Judge no limit before the canary has given this many answers.")
     ] = 100,
     min_seconds: Annotated[
-        float, typer.Option("--min-seconds", min=0.0, metavar="SECONDS", help="Promote nothing before it is this old.")
+        float,
+        typer.Option(
+            "--min-seconds", min=0.0, metavar="SECONDS", help="Promote no version that has been on its channel for less time than this."
+        ),
     ] = 0.0,
     max_seconds: Annotated[
         float, typer.Option("--max-seconds", min=0.0, metavar="SECONDS", help="Roll back if there is no decision after this time.")
@@ -98,8 +110,8 @@ def gate(
         typer.Option(
             "--range",
             metavar="NAME=LOW:HIGH",
-            help="The range of a metric, or of `length` (by default 0:2048). Values outside count as its ends. A narrow range needs fewer "
-            "answers.",
+            help="The range of a metric, or of `length` (by default 0:2048). Values outside it count as its nearer end. A narrow range "
+            "needs fewer answers.",
             show_default=False,
         ),
     ] = None,
@@ -114,8 +126,10 @@ def gate(
     wait_for_channels: Annotated[
         bool, typer.Option("--wait-for-channels", help="Wait for channels that do not exist yet. Otherwise they are an error.")
     ] = False,
-    once: Annotated[bool, typer.Option("--once", help="Look once, after an evaluation that is missing, and end.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the decision, and write, evaluate and move nothing.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end. If the evaluation is missing, run it first.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print the decision: write no evidence, run no evaluation, and move no channel.")
+    ] = False,
     sign: Annotated[
         Path | None,
         typer.Option("--sign", metavar="KEYFILE", help="Sign moves and evidence with this key, which `keygen` made.", show_default=False),

@@ -66,8 +66,8 @@ def gateway(
         typer.Option(
             "--engine",
             metavar="[CHANNEL=]URL",
-            help="Answer with this server, which follows the channel or the chain. May be repeated. The first one's channel is for "
-            "users who belong to no other.",
+            help="Answer with this server, which follows the channel or the chain. May be repeated. Users who "
+            "belong to no other channel get the channel of the first engine.",
             show_default=False,
             callback=check_engines,
         ),
@@ -106,7 +106,7 @@ def gateway(
         typer.Option(
             "--user-key",
             metavar="FILE",
-            help="Hash the names of users with this secret. The default is drawn once, and kept in the journal.",
+            help="Hash the names of users with this secret. By default, the gateway draws one, and keeps it in the journal.",
             show_default=False,
         ),
     ] = None,
@@ -128,10 +128,16 @@ def gateway(
         ),
     ] = None,
     patience: Annotated[float, typer.Option("--patience", min=0.1, metavar="SECONDS", help="Wait this long for an engine.")] = 300.0,
-    most_bytes: Annotated[int, typer.Option("--most-bytes", min=1024, metavar="N", help="Refuse requests that are larger.")] = 32 << 20,
+    most_bytes: Annotated[int, typer.Option("--most-bytes", min=1024, metavar="N", help="Refuse requests with more bytes than this.")] = 32
+    << 20,
     memory_bytes: Annotated[
         int,
-        typer.Option("--memory-bytes", min=1 << 20, metavar="N", help="Refuse requests while others take this much memory together."),
+        typer.Option(
+            "--memory-bytes",
+            min=1 << 20,
+            metavar="N",
+            help="Refuse requests that would make all requests together take more memory than this.",
+        ),
     ] = 1 << 30,
     trust: TrustOption = None,
     run: RunOption = None,

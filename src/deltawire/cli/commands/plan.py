@@ -73,7 +73,7 @@ def plan(
         typer.Option(
             "--full-every",
             metavar="STEPS",
-            help="Readers fetch a full checkpoint every so many steps. deltawire's readers never need to.",
+            help="Let readers fetch a full checkpoint every N steps. deltawire's readers never need to.",
             show_default=False,
         ),
     ] = None,
@@ -100,14 +100,14 @@ def plan(
         bool,
         typer.Option(
             "--cut-through/--no-cut-through",
-            help="Whether readers fetch files while the trainer still encodes others.",
+            help="Let readers fetch files while the trainer still encodes others.",
             show_default=False,
         ),
     ] = True,
     streams: Annotated[
         str, typer.Option("--streams", metavar="auto|N", help="How many transfers a reader runs at the same time.")
     ] = "auto",
-    staleness: Annotated[int, typer.Option("--staleness", metavar="STEPS", help="How old a policy may be.")] = 1,
+    staleness: Annotated[int, typer.Option("--staleness", metavar="STEPS", help="The number of updates that a policy may be behind.")] = 1,
     step: Annotated[
         str | None,
         typer.Option("--step", metavar="TIME", help="Generation of one step, if no member waits. Default: 60s.", show_default=False),

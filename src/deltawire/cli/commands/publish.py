@@ -87,7 +87,7 @@ def publish(
             "--quantise",
             metavar="RECIPE",
             help="Quantise the weights first: fp8-block, fp8-block-ue8m0, fp8-channel, fp8-tensor, nvfp4, mxfp4, int4 or int4-128. "
-            "`none` publishes them as they are, also after a quantised version.",
+            "`none` publishes them as they are, even after a quantised version.",
             show_default=False,
         ),
     ] = None,

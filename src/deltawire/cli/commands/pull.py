@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ...events import Event
 
 _LONGEST_ENDING = 30.0
-"""The command ends at most this many seconds after a signal, also if a transfer waits for its store or for --max-rate."""
+"""The command ends at most this many seconds after a signal, even if a transfer waits for its store or for --max-rate."""
 
 
 def pull(

@@ -62,7 +62,7 @@ def show(
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A commit, and the shortcuts and the route to its version. `route` is the cheapest one from nothing; None if none exists any more."""
+    """A commit, and the shortcuts and the route to its version. `route` is the cheapest one from nothing, or None."""
 
     commit: Commit
     hash: str

@@ -118,7 +118,7 @@ def sidecar(
             "--undo-bytes",
             min=0,
             metavar="BYTES",
-            help="Let each worker keep its last updates in this memory, to roll back at once: 512 MiB with --channel, else 0.",
+            help="Let each worker keep its last updates in this much memory, for quick rollbacks: 512 MiB with --channel, else 0.",
             show_default=False,
         ),
     ] = None,

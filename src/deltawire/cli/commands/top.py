@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...format.records.run_records import Run
 
 _LONGEST_ENDING = 5.0
-"""The command ends at most this many seconds after a signal, also while the store does not answer."""
+"""The command ends at most this many seconds after a signal, even while the store does not answer."""
 _OTHER_LINES = 4
 """The number of lines of a screen that are neither rounds nor members."""
 

@@ -171,7 +171,7 @@ def _check_route(found: Examination, log: ChainLog, newest: Commit, url: str) ->
 def _judge_route(found: Examination, newest: Commit, route: Sequence[Hop], lost: list[str], repair: str) -> None:
     files = sum(len(hop.files) for hop in route)
     size, hops = sum(entry.size for hop in route for entry in hop.files), fetched_hops(route)
-    what = f"a new reader fetches {figures.size(size)} in {count_of(files, 'file')}, all of which are there"
+    what = f"a new reader fetches {figures.size(size)} in {count_of(files, 'file')}, all of which exist"
     found.measured |= {"join_bytes": size, "join_hops": hops, "state_bytes": newest.state_bytes}
     if lost:
         found.add("data", "warning", f"{what}, but shorter routes are damaged: {names_of(list(dict.fromkeys(lost)))}", repair)

@@ -65,7 +65,7 @@ def check_store(found: Examination, store: Store, *, read_only: bool, test_bytes
         offset = _try_to_write(found, store, key, clock)
         if offset is not None:
             _check_writable(found, store, key, offset, test_bytes)
-    finally:  # also after Ctrl-C
+    finally:  # even after Ctrl-C
         _delete(found, store, key, is_judged=offset is not None)
     return Access(can_read=True, can_write=offset is not None, clock_offset=offset)
 

@@ -9,7 +9,9 @@ import typer
 JsonOption: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print the result, or the error, as one JSON object on stdout, and nothing else.")
 ]
-JsonLinesOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object per line on stdout, also for an error.")]
+JsonLinesOption: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object per line on stdout, and errors in the same way.")
+]
 ThreadsOption: TypeAlias = Annotated[
     int | None, typer.Option("--threads", min=1, metavar="N", help="Use this many threads instead of one per core.", show_default=False)
 ]

@@ -1,6 +1,6 @@
 """Text on stdout and stderr.
 
-Results go to stdout, and everything else to stderr. With `--json`, stdout carries JSON and nothing else, also after an error.
+Results go to stdout, and everything else to stderr. With `--json`, stdout carries only JSON, even after an error.
 """
 
 from __future__ import annotations

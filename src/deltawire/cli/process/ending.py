@@ -1,4 +1,4 @@
-"""Ends commands that run until a signal arrives, or until their output cannot be read any more, even if something hangs."""
+"""Ends commands that run until a signal arrives, or until nothing reads their output, even if something hangs."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ def encode_rows(rows: RoutingRows, experts: NDArray[np.int16], choose: Callable[
         if before is not None:
             for mask in range(rows.masks):
                 part = before[8 * mask : 8 * mask + 8]
-                symbols[first + mask].append((mask, sum(1 << place for place, one in enumerate(part) if one in own)))
+                symbols[first + mask].append((mask, sum(1 << bit for bit, one in enumerate(part) if one in own)))
         new = sorted(own.difference(kept))
         table = rows.masks + (rows.top_k if kept else 0)
-        for place, (one, last) in enumerate(zip(new, [-1, *new], strict=False)):
-            symbols[first + rows.masks + place].append((table + place, one - last - 1))
+        for index, (one, last) in enumerate(zip(new, [-1, *new], strict=False)):
+            symbols[first + rows.masks + index].append((table + index, one - last - 1))
         done[token, layer] = kept + new
         _copy(rows, token, layer, done)
     starts = np.cumsum([0, *rows.alphabets])
@@ -58,11 +58,11 @@ def decode_rows(rows: RoutingRows, coded: CodedRows) -> NDArray[np.int16]:
         if before is not None:
             for mask in range(rows.masks):
                 symbol = streams[first + mask].take(tables[mask])
-                kept += [one for place, one in enumerate(before[8 * mask : 8 * mask + 8]) if symbol >> place & 1]
+                kept += [one for bit, one in enumerate(before[8 * mask : 8 * mask + 8]) if symbol >> bit & 1]
         table = rows.masks + (rows.top_k if kept else 0)
         new: list[int] = []
-        for place in range(rows.top_k - len(kept)):
-            new.append((new[-1] if new else -1) + 1 + streams[first + rows.masks + place].take(tables[table + place]))
+        for index in range(rows.top_k - len(kept)):
+            new.append((new[-1] if new else -1) + 1 + streams[first + rows.masks + index].take(tables[table + index]))
         if new and new[-1] >= rows.experts:
             raise CorruptRollouts("routed experts name an expert that is not there.")
         if len({*kept, *new}) != rows.top_k:

@@ -70,7 +70,7 @@ function bar(share) {
   return made;
 }
 
-/** The layer of a tensor, and its place in the layer: model.layers.3.mlp.up_proj.weight gives 3 and mlp.up_proj. */
+/** The layer of a tensor, and its name within the layer: model.layers.3.mlp.up_proj.weight gives 3 and mlp.up_proj. */
 function placeOf(name) {
   const found = /^(.*?)(?:\.|^)(\d+)\.(.+?)(?:\.weight)?$/.exec(name);
   return found ? { layer: `${found[1].split(".").pop()} ${found[2]}`, kind: found[3] } : { layer: "other", kind: name.replace(/\.weight$/, "") };

@@ -56,7 +56,7 @@ function drawTimes(times) {
     }
   }
   $("traffic-times").append(plot);
-  legend("traffic-legend", [...channels.slice(0, 12).map((channel, place) => [`s${place % TRAFFIC_COLOURS}`, channelName(channel)])]);
+  legend("traffic-legend", [...channels.slice(0, 12).map((channel, index) => [`s${index % TRAFFIC_COLOURS}`, channelName(channel)])]);
 }
 
 function drawFeedback({ feedback, bounds }, now) {

@@ -124,7 +124,7 @@ class ForwardLock:
 class LockedForward:
     """The method `forward` of a module, which holds a lock together with other forward passes.
 
-    It ends its pass after every exception, also after Ctrl-C.
+    It ends its pass after every exception, even after Ctrl-C.
 
     torch's hooks would not do: torch does not call them after an exception that is no `Exception`. A copy of the module has the method that
     was there before.

@@ -102,7 +102,7 @@ class _Recording:
         self._calls: list[dict[str, Any]] = []
 
     def begin(self, request_id: str, params: Any) -> _Call:
-        """Return a place for what one call of `generate` draws."""
+        """Return the object that keeps what one call of `generate` draws."""
         sampling = {"temperature": params.temperature, "top_p": params.top_p}
         call: dict[str, Any] = {"request_id": request_id, "prompt_token_ids": None, "choices": [], **sampling}
         self._calls.append(call)

@@ -163,7 +163,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         """Set where versions come from. The same settings again change nothing. The version of the weights stays."""
         if wrong := self._wrong or find_wrong_setting(vars(init_info)):
             self._wrong, self._error = None, wrong
-            self._raise(EngineRefused, "the settings were refused, and those before stay")
+            self._raise(EngineRefused, "the settings were refused, and the earlier ones remain in force")
             return
         if init_info == self._info:
             return
@@ -317,7 +317,7 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
             self._weights.forget()
 
     def stop_staging(self) -> None:
-        """Drop the staged update, and return when this worker does not read its weights any more."""
+        """Drop the staged update, and return when this worker has stopped reading its weights."""
         if self._updates is not None:
             self._updates.stop_staging()
 
@@ -397,8 +397,8 @@ class DeltaWireBackend(WeightTransferEngine):  # type: ignore[misc]
         return True
 
     def _start(self, info: InitInfo) -> None:
-        places, _ = share(info.spool or str(default_spool(info.url or info.mirror or "")))
-        folder = Path(places[0])  # all workers of a host must have the same one
+        folders, _ = share(info.spool or str(default_spool(info.url or info.mirror or "")))
+        folder = Path(folders[0])  # all workers of a host must have the same one
         options = ReaderOptions(run=info.run, trusted_keys=tuple(info.trusted_keys))
         self._weights = self._live_weights(info, folder)
         assert self._bases is not None

@@ -1,6 +1,6 @@
 """Checks what clients give to the workers of a vLLM server, before anything is done with it.
 
-A worker must not raise an error of which the other workers know nothing: vLLM's executor would take the answers that it left unread for
+A worker must not raise an error that the other workers do not raise: vLLM's executor would take the answers that it left unread for
 answers to the next call (ranks.py).
 """
 

@@ -87,8 +87,8 @@ def draft_of(model: Any, vllm_config: Any) -> Draft | None:
     if not isinstance(model, torch.nn.Module) or config is None:  # drafts by n-grams have no weights
         return None
     target = vllm_config.model_config
-    places = [(_real(place), target.revision) for place in (target.model, target.model_weights) if place]
-    return Draft(model, config, None if (_real(config.model), config.revision) in places else str(config.model))
+    checkpoints = [(_real(name), target.revision) for name in (target.model, target.model_weights) if name]
+    return Draft(model, config, None if (_real(config.model), config.revision) in checkpoints else str(config.model))
 
 
 class Modules:
@@ -185,6 +185,6 @@ def tell_drafts(worker_class: Any) -> None:
     worker_class.init_weight_transfer_engine, worker_class.determine_available_memory = init_with_draft, learn_and_measure
 
 
-def _real(place: str) -> str:
+def _real(name: str) -> str:
     """Return the path of a directory without links. Names in a hub stay as they are."""
-    return os.path.realpath(place) if os.path.isdir(place) else place
+    return os.path.realpath(name) if os.path.isdir(name) else name

@@ -187,7 +187,7 @@ class Lease:
         self._core = core
         self.deadline = 0.0
         self.is_lost = False
-        """True if the engine has continued by itself, so that the program must not write any more."""
+        """True if the engine has continued by itself, so that the program must stop writing."""
 
     @property
     def is_over(self) -> bool:
@@ -346,7 +346,7 @@ def _prepare_sleep(core: Any) -> None:
 
 
 def _stop_staging(worker: Any) -> None:
-    """Let a worker read its memory no more until it is told to stage again. vLLM sends this function to the workers by its name."""
+    """Stop a worker from reading its memory until `stage` is called again. vLLM sends this function to the workers by its name."""
     worker.weight_transfer_engine.stop_staging()
 
 

@@ -149,12 +149,12 @@ def capture_experts(worker: Any) -> str | None:
     if getattr(worker, "deltawire_expert_capture", None) is not None:
         return None
     if getattr(runner, "speculative_config", None) is not None:
-        return "the server speculates, so tokens that it refuses again would have rows"
+        return "the server uses speculative decoding, so tokens that it rejects would have rows"
     runners = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
     if not runners:
         return "the model has no experts"
     if not all(hasattr(each.router, "set_capture_fn") and not each._quant_method.is_monolithic for each in runners):
-        return "the server's kernels choose experts inside, where they cannot be seen"
+        return "the server's kernels choose the experts themselves, so nothing can record them"
     worker.deltawire_expert_capture = ExpertCapture(runner, runners)
     return None
 

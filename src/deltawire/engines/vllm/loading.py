@@ -85,7 +85,7 @@ def load_tensors(model: Any, model_config: Any, tensors: Iterable[tuple[str, tor
     try:
         with torch.no_grad():
             model.load_weights(tensors)
-    finally:  # also after a failure, or the next attempt would find half-loaded layers
+    finally:  # even after a failure, or the next attempt would find half-loaded layers
         finalize_layerwise_reload(model, model_config)
 
 

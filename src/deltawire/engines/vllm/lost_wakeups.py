@@ -3,7 +3,7 @@
 EngineCore and its workers exchange calls and answers through shared memory. A reader that has been idle for a second sleeps until a message
 on a socket wakes it up. vLLM's socket drops messages that come too fast, so a wake-up can be lost. vLLM therefore lets each reader look at
 the memory after five seconds in any case (`SHM_READER_RECHECK_INTERVAL_MS`). Calls of an idle server, such as those that stage a version,
-then took five seconds once in a while. A swap would hold up generation for as long.
+then took five seconds once in a while. A swap would delay generation by the same time.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ KINDS = (
     EventKind(
         "canary-learnt",
         "info",
-        "At the first check, the server's decoding differs from its prompts by more than in other servers, which later checks allow for.",
+        "At the first check, the server's decoding differs more from its prompts than usual. Later checks allow for this.",
         (f.LARGEST, f.MEAN),
     ),
     EventKind("repaired", "info", "A full load has repaired the engine.", (f.ENGINE, f.SEQ, f.UPDATES)),
@@ -75,7 +75,7 @@ KINDS = (
     EventKind(
         "mirror-used",
         "info",
-        "The server must load full checkpoints from a mirror, although none was asked for or no update needed one so far.",
+        "The server loads full checkpoints from a mirror, although nobody asked for one or nothing needed one so far.",
         (f.REASON,),
     ),
     EventKind(

@@ -71,7 +71,7 @@ KINDS = (
     EventKind(
         "not-shared",
         "info",
-        "A file could not be shared with other processes of this host, so this one fetches it. Each reason is reported once in a row.",
+        "A file could not be shared with other processes of this host, so this one fetches it. The same reason is reported once in a row.",
         (f.KEY, f.REASON),
     ),
     EventKind("pin-failed", "warning", "A pin could not be written or deleted.", (f.READER, f.SEQ.maybe, f.REASON)),

@@ -73,7 +73,7 @@ KINDS = (
             f.STEP,
             f.MEMBER,
             f.number("kl", "This is an estimate of the KL divergence per token.", "nats"),
-            f.number("others", "This is the same of the other members.", "nats"),
+            f.number("others", "This is the estimate for the other members.", "nats"),
             f.TOKENS,
         ),
     ),
@@ -97,7 +97,7 @@ KINDS = (
     EventKind(
         "member-left",
         "info",
-        "A member has left: because of an error, which `why` names, or, if the program that started it reports this, in good order.",
+        "A member has left. `why` names the error. It is absent if the member left as it should.",
         (f.MEMBER, f.WHY.maybe),
     ),
     EventKind("waiting-for-members", "warning", "No member is alive.", (f.STEP,)),

@@ -72,4 +72,4 @@ class Desertion:
         for member, reason in self._reasons.items():
             by_reason.setdefault(reason, member)
         named = "; ".join(f"{member}: {reason}" for reason, member in list(by_reason.items())[-_MOST_NAMED:])
-        raise FleetDeserted(f"{len(self._reasons)} members have left because of errors, and no member is alive any more. {named}")
+        raise FleetDeserted(f"{len(self._reasons)} members have left because of errors, and no other member is alive. {named}")

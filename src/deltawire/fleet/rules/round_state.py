@@ -313,7 +313,7 @@ class RoundState:
 
 
 def _open_task(number: int, task: TaskState, held: Sequence[HeldLease]) -> OpenTask:
-    """Return a task that should be offered, also while members hold it."""
+    """Return a task that should be offered, even while members hold it."""
     busy = frozenset(one.lease.member for one in held if one.lease is not None)
     tried = frozenset(one.lease.member for one in task.leases.values() if one.lease is not None and one.invited)
     return OpenTask(number, task.offered_to, task.offered_at, busy, tried - busy)

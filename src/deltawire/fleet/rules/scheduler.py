@@ -122,7 +122,7 @@ class Scheduler:
     def delivered(self, member: str, *, tokens: int, offered: float, leased: float, finished: float, is_timed: bool = True) -> None:
         """Note that a member delivered a result. Report the results of each member in the order in which they finished.
 
-        The time while a member waits for an offer does not count against it. The time from the offer to the result does, also before the
+        The time while a member waits for an offer does not count against it. The time from the offer to the result does, even before the
         member took the lease.
 
         Parameters

@@ -177,7 +177,7 @@ class CoordinatorSteps:
         return [state.record for _, state in sorted(self.rounds.items())]
 
     def open_round(self, rows: Sequence[Sequence[Row]], *, for_step: int, sampling: Sampling) -> Steps[Round]:
-        """Offer work for a training step: one task for each sequence of rows. Return the round, also if it was already open.
+        """Offer work for a training step: one task for each sequence of rows. Return the round, even if it was already open.
 
         The round may be for one step more than the staleness budget admits now. It is offered as soon as the next version is published.
         Raise ValueError for a step that is already trained, or further ahead. Raise `Fenced` if another trainer has taken over.

@@ -117,7 +117,7 @@ def read_rejections(run: str, epoch: int, after: int, keyring: FleetKeyring) -> 
 
 
 def sweep(first_kept: int, epoch: int, upto_step: int, members: Sequence[str]) -> Steps[None]:
-    """Delete what no trainer needs any more.
+    """Delete what trainers no longer need.
 
     Deleted are all objects of rounds below `first_kept`, the acknowledgements and rejections of training steps up to `upto_step`, and the
     heartbeats of these members. The caller must keep the newest round, whatever its age, because round numbers are never used twice.

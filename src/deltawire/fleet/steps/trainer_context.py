@@ -62,7 +62,7 @@ class TrainerContext:
             raise Fenced(self._fenced)
 
     def look_for_fence(self, *harmless: Put) -> Steps[None]:
-        """Raise `Fenced` if another trainer has claimed the next epoch. The board is then theirs, and nothing of ours counts any more.
+        """Raise `Fenced` if another trainer has claimed the next epoch. The board is then theirs, and nothing of ours counts from then on.
 
         Write some objects at the same time, which do no harm if another trainer has taken over. Raise the errors of all requests.
         """

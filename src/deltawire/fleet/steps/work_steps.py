@@ -78,7 +78,7 @@ def can_begin(me: MemberState, record: Round) -> bool:
 
 
 def _work(me: MemberState, claim: Claim) -> Steps[Made | None]:
-    """Generate. Return None if the task cannot be done any more: its lease is dropped, and the task goes to another member."""
+    """Generate. Return None if the task can no longer be done: its lease is dropped, and the task goes to another member."""
     record = claim.record
     yield from sync_steps(me, record.oldest_step)
     if not can_begin(me, record):  # the version has changed since the member leased the task

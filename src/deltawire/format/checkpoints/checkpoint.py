@@ -113,7 +113,7 @@ class Checkpoint(Mapping[str, NDArray[Any]]):
         for name, shard_name in weight_map.items():
             if name not in self._found or self._found[name][0].name != shard_name:
                 raise CheckpointError(
-                    f"{self.path}: the index places tensor {name!r} in {shard_name}, but it is not there. Download the checkpoint again."
+                    f"{self.path}: the index says that tensor {name!r} is in {shard_name}, but it is not. Download the checkpoint again."
                 )
         for name, (shard, _) in self._found.items():
             if name not in weight_map:

@@ -109,7 +109,7 @@ class WritableCheckpoint(MutableMapping[str, NDArray[Any]]):
         if name not in self._dropping:
             if name not in self:
                 raise KeyError(name)
-            raise CheckpointError(f"tensor {name!r} has its place in the copy. Name it in `drop` when copying to leave it out.")
+            raise CheckpointError(f"the copy has room for tensor {name!r}. To leave it out, name it in `drop` when you make the copy.")
         self._dropping.discard(name)
         del self._order[name]
 
@@ -179,7 +179,7 @@ def _refuse_small_disk(out: Path, needed: int) -> None:
     free = shutil.disk_usage(out.absolute().parent).free
     if needed > free:
         raise CheckpointError(
-            f"{out} needs {needed:,} bytes, but there are {free:,} left on its disk. Free some space, or choose another place."
+            f"{out} needs {needed:,} bytes, but there are {free:,} left on its disk. Free some space, or choose another directory."
         )
 
 

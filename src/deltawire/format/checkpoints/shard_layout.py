@@ -65,9 +65,9 @@ def parse_layout(data: bytes, most_tensors: int) -> ShardLayout:
             raise MalformedHeader(f"it names the file {name!r}.")
         encoded = text.encode()
         headers[name] = encoded, _header(encoded, most_tensors)
-    places = {tensor: name for name, (_, header) in headers.items() for tensor in header.entries}
+    weight_map = {tensor: name for name, (_, header) in headers.items() for tensor in header.entries}
     check_density(index.encode(), most_tensors)
-    if parse_json_object(index.encode()).get("weight_map") != places:
+    if parse_json_object(index.encode()).get("weight_map") != weight_map:
         raise MalformedHeader("its index does not fit its files.")
     return ShardLayout(index.encode(), headers)
 

@@ -108,7 +108,7 @@ def _added(name: str, facts: object) -> tuple[DType, tuple[int, ...]]:
     if name in ("", "__metadata__"):
         refuse(f"it adds a tensor with the name {name!r}, which is not allowed.")
     if not (isinstance(facts, list) and len(facts) == 2 and isinstance(facts[0], str) and is_sizes(facts[1])):
-        refuse(f"what it says of the added {name!r} is malformed.")
+        refuse(f"the entry of the added tensor {name!r} is malformed.")
     try:
         dtype = dtype_named(facts[0])
     except UnsupportedDtype:

@@ -91,7 +91,7 @@ class Accepted:
 
     @classmethod
     def parse(cls, data: bytes) -> Accepted:
-        """Return the results in these bytes. Raises `CorruptRecord`, also if a task occurs twice, or `UnsupportedVersion`."""
+        """Return the results in these bytes. Raises `CorruptRecord`, for example if a task occurs twice, or `UnsupportedVersion`."""
         fields = Fields.parse(data, "accepted", limit=MAX_ACCEPTED_BYTES)
         number = fields.integer("round")
         results: list[AcceptedResult] = []
@@ -104,9 +104,9 @@ class Accepted:
                 or not HASH.fullmatch(result.blake3)
                 or not READER.fullmatch(result.member)
             ):
-                fields.refuse("a result has parts that nothing can have")
+                fields.refuse("a result has a negative number, or a hash or a name that is not valid")
             if results and result.task <= results[-1].task:
-                fields.refuse("its tasks do not rise")
+                fields.refuse("its tasks are not in ascending order")
             results.append(result)
         fields.done()
         return cls(number, tuple(results))

@@ -71,7 +71,7 @@ def read_number(fields: Fields, name: str) -> float:
     try:
         number = float(text)
     except ValueError:
-        fields.refuse(f"{name} is no number")
+        fields.refuse(f"{name} is not a number")
     if not math.isfinite(number) or repr(number) != text:
         fields.refuse(f"{name} is not the shortest text of a finite number")
     return number

@@ -215,7 +215,7 @@ class GateRecord(CanonicalRecord):
     why
         The reason, for people.
     alpha
-        The most probability of a wrong decision.
+        The largest allowed probability of a wrong decision.
     answers
         The number of answers of the canary.
     age

@@ -26,7 +26,7 @@ ENGINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+-]{0,63}")
 """The name of an engine."""
 
 STATES = ("joining", "idle", "working", "leaving", "left")
-"""States of a member. One that has `left` holds no lease any more."""
+"""States of a member. One that has `left` no longer holds a lease."""
 
 
 @dataclass(frozen=True, slots=True)

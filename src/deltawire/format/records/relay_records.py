@@ -31,7 +31,7 @@ class PublishedRelay(CanonicalRecord):
         found = cls(fields.matching("id", NONCE), fields.matching("name", READER), fields.text("url"))
         fields.done()
         if not 1 <= len(found.url) <= MAX_URL or not found.url.isprintable():
-            fields.refuse("its url is no URL")
+            fields.refuse("its url is not a URL")
         return found
 
 

@@ -145,7 +145,7 @@ class Round:
         if not 1 <= found.tasks <= MOST_TASKS:
             fields.refuse(f"a round has 1 to {MOST_TASKS:,} tasks")
         if not 1 <= found.lease_seconds <= 10**9 or found.oldest_step >= found.for_step:
-            fields.refuse("it leases for no time, or asks for versions that cannot be there before its step")
+            fields.refuse("its leases last for no time, or it asks for versions that cannot exist before its step")
         if not found.rows.is_of("tasks", found.round):
             fields.refuse("its rows are another round's")
         return found

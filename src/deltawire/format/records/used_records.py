@@ -1,4 +1,4 @@
-"""Which interactions rounds have used, also after those rounds were swept (docs/protocol.md §13)."""
+"""Which interactions rounds have used, even after those rounds were deleted (docs/protocol.md §13)."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class UsedList:
             for item in inner.items("items"):
                 number, indices = _read_item(inner, item)
                 if number < max([mark, *([next(reversed(items)) + 1] if items else [])]):
-                    inner.refuse("its files do not rise, or are below the mark")
+                    inner.refuse("its files are not in ascending order, or are below the mark")
                 items[number] = indices
             inner.done()
             sessions[name] = UsedSession(mark, items)
@@ -167,5 +167,5 @@ def _read_item(fields: Fields, item: Any) -> tuple[int, frozenset[int]]:
         fields.refuse("an item is [number, [index, …]]")
     number, indices = item
     if not indices or any(type(index) is not int or not 0 <= index <= MAX_INTEGER for index in indices) or indices != sorted(set(indices)):
-        fields.refuse("the indices of an item rise")
+        fields.refuse("the indices of an item must be in ascending order")
     return number, frozenset(indices)

@@ -20,7 +20,7 @@ Headers: TypeAlias = Mapping[str, str]
 
 
 BODY_SECONDS = 120.0
-"""A body must be complete after this time. Otherwise a few callers who send slowly could take all places."""
+"""A body must be complete after this time. Otherwise a few callers who send slowly could take all connections."""
 DISCARDED_SECONDS, DISCARDED_BYTES = 5.0, 64 << 20
 """The time and the bytes for the rest of a refused body (`discard_body`)."""
 _PIECE = 64 << 10
@@ -140,7 +140,7 @@ def parse_object(body: bytes, memory: Reservation | None = None) -> dict[str, An
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def dump(value: Any) -> bytes:

@@ -25,7 +25,7 @@ def check_origin(text: str) -> str:
     """Return an origin as browsers send it. Raises `ValueError` for anything else, such as a pattern or an address with a path."""
     lower = text.lower()
     if not _ORIGIN.fullmatch(lower) or re.fullmatch(r"http:.*:80|https:.*:443", lower):  # browsers leave these ports out
-        raise ValueError(f"{text!r} is no origin")
+        raise ValueError(f"{text!r} is not an origin")
     return lower
 
 

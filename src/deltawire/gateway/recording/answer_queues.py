@@ -1,6 +1,6 @@
-"""Asks engines what they drew, several answers at a time, until they tell or do not have it any more.
+"""Asks engines what they drew, several answers at a time, until they answer or no longer have the record.
 
-Each engine has a queue. While an engine cannot be reached, its queue rests for growing times, and all other queues go on.
+Each engine has a queue. While an engine cannot be reached, its queue rests for growing times, and all other queues continue.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AT_ONCE = 4
 _MOST_ANSWER = 256 << 20
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.2, 5.0
 _ASK_SECONDS = 3600.0
-"""An engine that cannot be reached for this long is not asked again. An engine that answers says itself what it does not have any more."""
+"""An engine that cannot be reached for this long is not asked again. An engine that answers says itself which answers it no longer has."""
 _HOPELESS = 4
 """After this many failures in a row, the end of the gateway does not wait for an engine. The next start asks it again."""
 
@@ -221,7 +221,7 @@ class AnswerQueues:
                 return asked
             if status == 404:
                 queue.failures = 0
-                self._give_up(asked[0], "the engine does not have the answer any more.")
+                self._give_up(asked[0], "the engine no longer has the answer.")
                 return []
             if status != 200:
                 queue.limit = 1  # one answer of several may be the reason

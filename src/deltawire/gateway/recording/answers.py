@@ -285,13 +285,13 @@ def _experts(routing: Sequence[Any]) -> RecordedExperts:
 
 def _seq(label: str) -> int:
     if not (label.isascii() and label.isdigit() and len(label) < 20):
-        raise ValueError(f"the weights have the label {label[:40]!r}, which is no version")
+        raise ValueError(f"the weights have the label {label[:40]!r}, which is not a version")
     return int(label)
 
 
 def _ids(tokens: Any) -> list[int]:
     if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens):
-        raise ValueError("token ids are no list of numbers")
+        raise ValueError("token ids are not a list of numbers")
     return tokens
 
 

@@ -133,7 +133,7 @@ class Journal:
             self._recover(segments)
             self._sync_old(segments)
             self._intents = RowLog(self._disk, self._folder / "intents.log")
-            self._compact()  # an intent whose row was found is done for good, also when the row has left the journal
+            self._compact()  # an intent whose row was found is done for good, even when the row has left the journal
             self._rows, self._has_new_names = self._open_rows(self._segment), True
         except BaseException:
             os.close(self._held)
@@ -213,7 +213,7 @@ class Journal:
             return sorted(number for number, _ in self._segments() if number != self._segment and number not in sealed)
 
     def sealed_segments(self) -> list[int]:
-        """Return the segments whose files are complete, so that nobody needs their rows any more."""
+        """Return the segments whose files are complete, so that nobody needs their rows."""
         with self._lock:
             sealed = {file.segment for file in self.files()}
             return sorted(number for number, _ in self._segments() if number in sealed)
@@ -436,7 +436,7 @@ class Journal:
 
 
 def ended_sessions(folder: Path, *, disk: JournalDisk | None = None, most_rows: int | None = None) -> Iterator[Journal]:
-    """Yield the journals of sessions that no process uses any more. The parameters are those of `Journal`."""
+    """Yield the journals of sessions that no process uses now. The parameters are those of `Journal`."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_dir() and is_session(path.name):
             try:

@@ -31,7 +31,7 @@ _MOST_WAITING = 20_000
 MOST_COPY = 1 << 20
 """Longer answers are recorded without the facts that are read from their text."""
 _THREAD_SECONDS = 10.0
-_ASK_AGAIN = Unusable("the engine has not told it yet.")
+_ASK_AGAIN = Unusable("the engine has not reported yet what it drew.")
 
 
 class Recording:
@@ -263,7 +263,7 @@ class Recorder:
         calls = one.intent.get("calls")
         if calls is None:
             if found is None:
-                raise Unusable("the engine does not have the answer any more.")
+                raise Unusable("the engine no longer has the answer.")
             calls, mode = found.get("calls"), found.get("logprobs")
         return row_of(
             one.intent,

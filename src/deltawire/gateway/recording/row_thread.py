@@ -51,7 +51,7 @@ class RowThread:
                 found, error = function(), None
             except Exception as raised:
                 found, error = None, raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits now
                 loop.call_soon_threadsafe(tell, found, error)
 
         self._wanted.put(call)

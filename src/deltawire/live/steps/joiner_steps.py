@@ -308,7 +308,7 @@ class JoinerSteps:
         emit(self._on_event, "live-file-refused", key=file.key, why=why)
 
     def _rows(self, chosen: Sequence[Joined]) -> Steps[list[LiveRow]]:
-        """Read the prompts of these interactions again. An interaction that cannot be read any more is dropped."""
+        """Read the prompts of these interactions again. An interaction that can no longer be read is dropped."""
         by_key: dict[str, list[Joined]] = {}
         for joined in chosen:
             by_key.setdefault(joined.pending.key, []).append(joined)

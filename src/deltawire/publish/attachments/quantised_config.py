@@ -28,7 +28,7 @@ def with_quantization(config: bytes, quantization: Mapping[str, Any], dtype: DTy
 
 
 def without_quantization(config: bytes) -> bytes:
-    """Return config.json without `quantization_config`, for weights that are not quantised any more."""
+    """Return config.json without `quantization_config`, for weights that are no longer quantised."""
     found = _parsed(config)
     return config if found.pop(_KEY, None) is None else to_bytes(found)
 

@@ -286,7 +286,7 @@ class FirstRank:
         return [plain_hop(hop) for hop in self._hops]
 
     def avoid(self, failure: HopFailed) -> None:
-        """Find no route over this hop any more."""
+        """Leave this hop out of all later routes."""
         self._routes.avoid(failure)
 
     def _location(self) -> DataLocation:

@@ -51,8 +51,8 @@ def upload_list(store: Store, files: Sequence[FileEntry]) -> FileListRef | None:
     if len(files) <= MOST_IN_RECORD:
         return None
     data = list_bytes(files)
-    places = {parse_data_key(entry.key) for entry in files}
-    [(epoch, seq)] = {(place.epoch, place.seq) for place in places if place is not None}
+    keys_of_files = {parse_data_key(entry.key) for entry in files}
+    [(epoch, seq)] = {(key.epoch, key.seq) for key in keys_of_files if key is not None}
     key = data_key(epoch, seq, content_hash(data), "file")
     store.put(key, data, size=len(data))
     return FileListRef(key, len(data), len(files), sum(entry.size for entry in files))

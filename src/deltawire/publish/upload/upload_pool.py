@@ -66,7 +66,7 @@ class UploadPool(Executor):
                 thread.join()
 
     def finish(self, seconds: float | None) -> None:
-        """Accept no more tasks, and wait until all are done, or for this many seconds. Then abandon them: nothing waits for them any more.
+        """Accept no more tasks, and wait until all are done, or for this many seconds. Then abandon them: nothing waits for them.
 
         A task that runs continues until it ends by itself, or the process ends. The others are cancelled.
         """

@@ -18,7 +18,7 @@ class ReplayedRows:
         self.ran = [0] * routers
         self._ran_again = [0] * routers
 
-    def of(self, place: int, own: torch.Tensor, runs_again: bool) -> torch.Tensor:
+    def of(self, index: int, own: torch.Tensor, runs_again: bool) -> torch.Tensor:
         """Return the experts of a layer, on the device and in the type of the router's own choice."""
         if len(own) != self._experts.shape[1]:
             raise UnusableRouting(
@@ -26,14 +26,14 @@ class ReplayedRows:
                 hint="Pass one row for each token of the input, padding included, or call clear to let the model choose.",
             )
         if not runs_again:
-            self.ran[place] += 1
+            self.ran[index] += 1
         else:
-            self._ran_again[place] += 1
-            if self._ran_again[place] > self.ran[place]:
+            self._ran_again[index] += 1
+            if self._ran_again[index] > self.ran[index]:
                 raise _too_late()
         if own.device not in self._copies:
             self._copies[own.device] = self._experts.to(own.device)
-        return self._copies[own.device][place].to(own.dtype)
+        return self._copies[own.device][index].to(own.dtype)
 
 
 class Moment:

@@ -84,7 +84,7 @@ class RouterReplay:
         self._recordings: list[Recording] = []
         self._counted: dict[torch.device, torch.Tensor] = {}  # on the device, because reading it would wait for the device
         self._unrecorded = self._damaged = 0
-        self._hooks = [each.module.register_forward_hook(self._hook(place)) for place, each in enumerate(self._routers)]
+        self._hooks = [each.module.register_forward_hook(self._hook(index)) for index, each in enumerate(self._routers)]
 
     def set(self, experts: Experts, attention: torch.Tensor | NDArray[Any] | None = None) -> None:
         """Replay these experts until the next `set` or `clear`. Nothing changes if an error is raised.
@@ -201,17 +201,17 @@ class RouterReplay:
     def _change(self, rows: ReplayedRows | None) -> None:
         self._rows, self._since = rows, Moment()
 
-    def _hook(self, place: int) -> Any:
-        own = self._routers[place].module
+    def _hook(self, index: int) -> Any:
+        own = self._routers[index].module
 
         def hook(module: torch.nn.Module, args: tuple[Any, ...], out: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
             if module is not own and not getattr(module, "_is_replica", False):
                 return None  # a deep copy of the model takes the hooks along; DataParallel's replicas are the model itself
-            return self._routed(place, args[0], out)
+            return self._routed(index, args[0], out)
 
         return hook
 
-    def _routed(self, place: int, hidden: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
+    def _routed(self, index: int, hidden: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Any:
         logits, weights, own = out
         chosen, rows = own, self._rows
         runs_again = torch._C._current_graph_task_id() != -1  # in a backward pass, for a checkpointed layer
@@ -220,17 +220,17 @@ class RouterReplay:
         elif not torch.compiler.is_compiling():  # the compiler cannot trace it
             self._since.see_forward()
         if rows is not None:
-            wanted = rows.of(place, own, runs_again)
+            wanted = rows.of(index, own, runs_again)
             missing = (wanted < 0).any(-1, keepdim=True)
             same = (wanted.sort(-1).values == own.sort(-1).values).all(-1, keepdim=True)
             chosen = torch.where(missing | same, own, wanted)  # the order of equal sets is the model's own, so sums are rounded as there
-            weights = self._routers[place].weighting(self._routers[place].module, logits, chosen, hidden)
+            weights = self._routers[index].weighting(self._routers[index].module, logits, chosen, hidden)
             if not runs_again:
                 counted = torch.stack([(~missing).sum(), (~missing & ~same).sum()])
                 self._counted[own.device] = counted + self._counted.get(own.device, 0)
         if not runs_again:
             for recording in self._recordings:
-                recording.add(place, chosen)
+                recording.add(index, chosen)
         return None if rows is None else (logits, weights, chosen)
 
 
@@ -246,17 +246,17 @@ class Recording:
     def __init__(self, layers: int) -> None:
         self._passes: list[list[torch.Tensor]] = [[] for _ in range(layers)]
 
-    def add(self, place: int, experts: torch.Tensor) -> None:
+    def add(self, index: int, experts: torch.Tensor) -> None:
         """Note the experts of a forward pass. The hooks of `RouterReplay` call it.
 
         Parameters
         ----------
-        place
-            The place of the layer among those with routers.
+        index
+            The index of the layer among those with routers.
         experts
             Its experts, [tokens, top k].
         """
-        self._passes[place].append(experts.detach())
+        self._passes[index].append(experts.detach())
 
     def take(self) -> NDArray[np.int32]:
         """Return the experts [tokens, layers with routers, top k] of all forward passes since the last call, one after the other."""
@@ -313,7 +313,7 @@ def _integers(experts: Experts) -> NDArray[Any]:
     try:
         array = experts.detach().cpu().numpy() if isinstance(experts, torch.Tensor) else np.asarray(experts)
     except (TypeError, ValueError, RuntimeError) as error:  # a type that numpy does not have, such as bfloat16, or rows of unequal lengths
-        raise UnusableRouting(f"experts are integers [tokens, layers, top k], but these are no array of integers ({error}).") from error
+        raise UnusableRouting(f"experts are integers [tokens, layers, top k], but these are not an array of integers ({error}).") from error
     if array.dtype.kind not in "iu" or array.ndim < 3:
         raise UnusableRouting(f"experts are integers [tokens, layers, top k], not {array.dtype} with the shape {list(array.shape)}.")
     return array

@@ -164,9 +164,9 @@ def _experts_of(row: Any, shape: tuple[int, int]) -> NDArray[np.int32]:
     for sample, nodes in zip(row.samples, row.sample_nodes, strict=True):
         recorded = getattr(sample["input_ids"], "experts", None)
         if recorded is not None:
-            places = np.array(nodes)
-            free = (experts[places] < 0).any((1, 2))
-            experts[places[free]] = recorded[free]
+            rows = np.array(nodes)
+            free = (experts[rows] < 0).any((1, 2))
+            experts[rows[free]] = recorded[free]
     return experts
 
 

@@ -307,18 +307,18 @@ class _Answer:
             return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
         begun = response_object(self._id, self._created, self._model, "in_progress", [], None, self.wanted.tools)
-        place = {"item_id": f"msg_{self._key}", "output_index": 0, "content_index": 0}
+        part_of = {"item_id": f"msg_{self._key}", "output_index": 0, "content_index": 0}
         yield event("response.created", response=begun)
         item = {**output_items(self._key, "", False, "in_progress")[0], "content": []}
         yield event("response.output_item.added", output_index=0, item=item)
-        yield event("response.content_part.added", **place, part={"type": "output_text", "text": "", "annotations": []})
+        yield event("response.content_part.added", **part_of, part={"type": "output_text", "text": "", "annotations": []})
         async for _, text, _ in self._texts():
             if text:
-                yield event("response.output_text.delta", **place, delta=text, logprobs=[])
+                yield event("response.output_text.delta", **part_of, delta=text, logprobs=[])
         whole = self._response(self.text(0))
         item = whole["output"][0]
-        yield event("response.output_text.done", **place, text=item["content"][0]["text"], logprobs=[])
-        yield event("response.content_part.done", **place, part=item["content"][0])
+        yield event("response.output_text.done", **part_of, text=item["content"][0]["text"], logprobs=[])
+        yield event("response.content_part.done", **part_of, part=item["content"][0])
         yield event("response.output_item.done", output_index=0, item=item)
         yield event("response.completed" if whole["status"] == "completed" else "response.incomplete", response=whole)
 

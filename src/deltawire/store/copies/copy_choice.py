@@ -130,7 +130,7 @@ class CopyChoice:
                 self._report_empty(copy)
             return False
         if found != self._run:
-            self.leave(copy, "another run is there")
+            self.leave(copy, "it holds another run")
             return False
         copy.has_run = True
         return True
@@ -166,5 +166,5 @@ class CopyChoice:
             if copy.store.url in self._reported_empty:
                 return
             self._reported_empty.add(copy.store.url)
-        reason = "no chain is there yet. Check the URL, and that a relay runs"
+        reason = "it holds no chain yet. Check the URL, and that a relay runs"
         emit(self._on_event, "relay-avoided", relay=copy.store.url, reason=reason, seconds=self._options.origin_poll)

@@ -87,7 +87,7 @@ class Copy:
         return nearest is not None and self.latency is not None and self.latency > 4 * nearest + _NOTICEABLE
 
     def rank(self, now: float, nearest: float | None) -> tuple[int, float]:
-        """Return the place in the order in which copies are read: near ones that are not measured yet, then the fastest, then far ones."""
+        """Return the rank in the order in which copies are read: near ones that are not measured yet, then the fastest, then far ones."""
         measured = self._rate is not None and now < self._measured_at + _MEASURED_FOR
         link = self.store.link
         rate = link.goodput if measured and link is not None and link.goodput is not None else self._rate

@@ -164,7 +164,7 @@ class Sources(WrappedStore):
             return
         for each in self._choice.copies:
             each.exclude(key)
-        self._choice.leave(copy, f"{key} there does not have the content that its record says")
+        self._choice.leave(copy, f"its {key} does not have the content that its record says")
 
     def distrust(self, reason: str, *, may_come: bool) -> bool:
         now = self._clock()
@@ -200,12 +200,12 @@ class Sources(WrappedStore):
             try:
                 own = self._choice.timed_at_origin(lambda: self.origin.get(key, limit=limit))
             except ObjectMissing:
-                self._choice.leave(copy, f"{key} is there, but not in {self.origin.url}")
+                self._choice.leave(copy, f"it has {key}, which {self.origin.url} does not have")
                 raise
             if own == found:
                 copy.showed(seq, self._clock())
             else:
-                self._choice.leave(copy, f"{key} there is not the one in {self.origin.url}")
+                self._choice.leave(copy, f"its {key} is not the one in {self.origin.url}")
             return own
         if seq is None or not usable:
             return self._choice.timed_at_origin(lambda: self.origin.get(key, limit=limit))
@@ -241,7 +241,7 @@ class Sources(WrappedStore):
             if copy.is_awaited(key, seq, now, self._options.patience):
                 raise
             if copy.gave_up(seq):
-                reason = f"{key} is not there, and nothing else has arrived for some seconds"
+                reason = f"it does not have {key}, and nothing else has arrived for some seconds"
                 emit(self._on_event, "relay-late", relay=copy.store.url, key=key, reason=reason)
             return False
         except DataDamaged as error:

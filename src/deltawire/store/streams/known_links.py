@@ -1,4 +1,4 @@
-"""Remember how many streams a link could use, so that the next store of this process at the same place need not find it out again."""
+"""Remember how many streams a link could use, so that the next store of this process at the same location need not find it out again."""
 
 from __future__ import annotations
 

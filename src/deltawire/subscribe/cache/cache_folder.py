@@ -3,7 +3,7 @@
     DIR/HASH-SIZE           a data object that was fetched and checked
     DIR/HASH-SIZE.part0     its beginning. The process that fetches it holds a `flock` on this file. If that process is killed, the kernel
                             releases the lock, and the next process continues the file.
-    DIR/HASH-SIZE.part1     the same object, fetched by a second process because the first one does not run any more
+    DIR/HASH-SIZE.part1     the same object, fetched by a second process because the first one has ended
     DIR/alive               `flock` file of all processes that use the directory (private_folder.py)
 
 The directory belongs to one user. Each call opens it and looks at its owner and mode, and everything else goes through that descriptor, so

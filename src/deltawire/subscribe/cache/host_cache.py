@@ -38,7 +38,7 @@ _LEADERS = 3
 """The most processes that fetch one object into the cache at the same time."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 0.1
 """Seconds between two looks at a file that another process fetches. They grow while this process waits."""
-STALLED = "the process of this host that fetches it does not get on."
+STALLED = "the process of this host that fetches it makes no progress."
 _SIGN = 0.25
 """The least seconds between two signs of life of the process that fetches."""
 _MOST_IN_MEMORY, _SHARE_OF_MEMORY, _LARGEST_IN_MEMORY = 4 << 30, 8, 8

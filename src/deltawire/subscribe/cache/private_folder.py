@@ -51,7 +51,7 @@ def hold_folder(folder: Path, sleep: Callable[[float], None] = time.sleep, clock
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Delete the folders that no process uses any more. Each process holds the lock `ALIVE` in its folder (`hold_folder`).
+    """Delete the folders that no process uses now. Each process holds the lock `ALIVE` in its folder (`hold_folder`).
 
     Parameters
     ----------

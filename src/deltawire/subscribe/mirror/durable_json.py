@@ -1,4 +1,4 @@
-"""Small JSON files that are replaced as a whole. A reader sees the old or the new file, also after a crash."""
+"""Small JSON files that are replaced as a whole. A reader sees the old or the new file, even after a crash."""
 
 from __future__ import annotations
 

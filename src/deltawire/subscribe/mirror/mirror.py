@@ -183,7 +183,7 @@ class Mirror:
                     return None
                 lock.release()
             if time.monotonic() > deadline:
-                raise MirrorError(f"the lock of {self.path / 'slots' / name} cannot be had. Is the mirror on a local file system?")
+                raise MirrorError(f"the lock of {self.path / 'slots' / name} cannot be taken. Is the mirror on a local file system?")
             time.sleep(_PAUSE)
 
     def hold_again(self, held: HeldSlot) -> HeldSlot:

@@ -326,7 +326,7 @@ class DeltaSpool:
 
 def default_spool(url: str, delta_bytes: int = 0) -> Path:
     """Return the usual directory for the spool of a chain: in memory (/dev/shm) if there is room for four deltas and at least 1 GiB,
-    otherwise in this user's cache. Deletes what killed sidecars and servers of this user have left in both places.
+    otherwise in this user's cache. Deletes what killed sidecars and servers of this user have left in both directories.
 
     Parameters
     ----------

@@ -132,7 +132,7 @@ class Misbehaviour:
         return [Put(fleet_keys.rollout_key(key._replace(blake3=shown)), garbled)]
 
     def _steal(self, rollouts: Rollouts, key: RolloutKey) -> Sent:
-        """Send the result also for leases of other members, and for attempts that no member has leased."""
+        """Send the result for leases of other members too, and for attempts that no member has leased."""
         sent = [_put(rollouts)]
         for name in self._objects.keys(fleet_keys.LEASES)[-4:]:
             lease = fleet_keys.parse_lease_key(name)

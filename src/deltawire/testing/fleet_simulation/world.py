@@ -163,7 +163,7 @@ class World:
 
         Acknowledged results are kept for `keep_steps` steps below the newest version whose publication its trainer knows, and the judge
         demands them. No trainer is resumed from further back. Versions that a replaced trainer publishes get no checkpoint, and it deletes
-        nothing for them. So the newest checkpoint is near enough, also if it is more than `keep_steps` below the chain's newest version.
+        nothing for them. So the newest checkpoint is near enough, even if it is more than `keep_steps` below the chain's newest version.
         """
         oldest = self.chain.highest_step - self.plan.options.keep_steps
         steps = sorted(step for step in self.checkpoints if step >= oldest)
@@ -359,7 +359,7 @@ class World:
         assert state is not None
         known = {claim.attempt for claim in state.queue} | {made.attempt for made in state.made}
         if len(state.working - known) > len(state.begun) + 1:
-            raise Violation(f"{member.name} names tasks in its heartbeat that it does not hold any more.")
+            raise Violation(f"{member.name} names tasks in its heartbeat that it no longer holds.")
 
     def _die(self, process: Process) -> None:
         if process.name in self.members:

@@ -36,10 +36,10 @@ class LiveOracle(Oracle):
                 continue
             row = rows[one.task][0]
             answer = self._judge_interaction(one, row, f"step {step} of epoch {epoch}")
-            place = (-1, int(answer.id[-12:], 16))
-            if place in history.trained:
-                raise Violation(f"step {step} of epoch {epoch} trains on {answer.id}, as step {history.trained[place]} did.")
-            history.trained[place] = step
+            identity = (-1, int(answer.id[-12:], 16))
+            if identity in history.trained:
+                raise Violation(f"step {step} of epoch {epoch} trains on {answer.id}, as step {history.trained[identity]} did.")
+            history.trained[identity] = step
             self.trained += 1
 
     def _judge(self, rollouts: Rollouts, result: AcceptedResult, ack: Acknowledged, what: str, *, replaced: bool) -> None:

@@ -115,7 +115,7 @@ class Traffic:
             prompts=tuple(np.array([1], np.int32) for _ in ids),
             completions=tuple(
                 Completion(
-                    place,
+                    prompt,
                     np.array([token, 5], np.int32),
                     np.array([-1.0, -0.5], np.float32),
                     np.ones(2, np.uint8),
@@ -123,7 +123,7 @@ class Traffic:
                     (TokenSpan(0, 2, version.seq),),
                     True,
                 )
-                for place, token in enumerate(tokens)
+                for prompt, token in enumerate(tokens)
             ),
             reward_names=(),
             versions={version.seq: ClaimedVersion(version.step, version.digest)},

@@ -334,7 +334,7 @@ class LiveOracle:
         """Tell whether a decision allows a move of the gate: it was made about the move that stood, and names the target of a promotion.
 
         A promoter may move the canary after the gate has read it and before the gate moves stable. Two channels cannot be compared and
-        moved at once. So the canary of the decision need not stand any more, but stable must go to exactly the version that was judged.
+        moved at once. So the canary of the decision need not be current, but stable must go to exactly the version that was judged.
         """
         if decision.outcome != move.kind:
             return False

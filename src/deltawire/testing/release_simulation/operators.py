@@ -107,7 +107,7 @@ def watch_canary(policy: GatePolicy, clock: Callable[[], float], ticks: Callable
 
 @dataclass(slots=True)
 class Promoter:
-    """A person or a script that lets channels name new versions. Several of them work at the same time and know nothing of each other.
+    """A person or a script that lets channels name new versions. Several of them work at the same time, without knowledge of each other.
 
     Parameters
     ----------

@@ -179,7 +179,7 @@ def _explain_end(world: LiveWorld) -> None:
         raise Violation(f"the run does not continue: {at}.")
     serving = {one.name: (one.channel, one.serving) for one in world.followers}
     moves = {name: [(move.kind, move.target.seq) for move in moves[-3:]] for name, moves in world.live.moves.items()}
-    raise Violation(f"channels do not come to rest, or followers do not get there: {at}, moves end with {moves}, engines serve {serving}.")
+    raise Violation(f"channels still move, or followers have not reached them: {at}, moves end with {moves}, engines serve {serving}.")
 
 
 def _traffic(world: LiveWorld, pause: float) -> None:
@@ -227,7 +227,7 @@ def _disconnect_service(world: LiveWorld) -> None:
 
 
 def _forget_answers(world: LiveWorld) -> None:
-    """Restart engines' tables of answers: what they drew before cannot be asked any more."""
+    """Restart engines' tables of answers: a gateway can no longer ask what they drew before."""
     world.log("", "engines forget what they drew")
     world.drawn.clear()
 

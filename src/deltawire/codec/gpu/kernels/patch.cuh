@@ -99,7 +99,7 @@ struct ExchangeSpace {
     BlockStarts starts;
 };
 
-// Does what `swap_patch` does, and adds the digest (§2) of the new contents of each tensor to `before` of its sums, also for tiles that do not change. Weights
+// Does what `swap_patch` does, and adds the digest (§2) of the new contents of each tensor to `before` of its sums, even for tiles that do not change. Weights
 // come from memory once: a warp reads a window, digests it, and then exchanges the changed cells of the window, which are still in the cache, and adds the
 // difference that they make. So the digest is that of the values that are stored, not of values that are read back.
 extern "C" __global__ void __launch_bounds__(256, 3) exchange_patch(
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) exchange_patch(
                 }
 #pragma unroll
                 for (u32 k = 0; k < READ_BLOCKS; ++k) digest_words(words[k], t, space.multipliers[b + k], after);
-                __syncwarp();  // no lane reads words any more
+                __syncwarp();  // every lane has read its words
                 while (i < end) {
                     base[cell] = now, patch.values[first + i] = old;
                     digest_cell(cell - cell0, old, now, space.multipliers + b, word_factors, after);

@@ -270,7 +270,7 @@ class VllmGenerator:
         try:
             return self._log.version(int(label))
         except (ValueError, VersionUnknown) as error:
-            raise EngineUnavailable(f"tokens were made by weights with the label {label!r}, which is no version.") from error
+            raise EngineUnavailable(f"tokens were made by weights with the label {label!r}, which is not a version.") from error
         except DeltawireError as error:
             raise EngineUnavailable(f"version {label} cannot be looked up: {error}") from error
 

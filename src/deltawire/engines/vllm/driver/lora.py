@@ -154,7 +154,7 @@ class LoraAdapters:
         return names
 
     def tidy(self, bundles: Collection[str], version: int) -> None:
-        """Unload versions that are too old and that no request uses, and delete directories that nothing needs any more.
+        """Unload versions that are too old and that no request uses, and delete directories that nothing needs now.
 
         Parameters
         ----------

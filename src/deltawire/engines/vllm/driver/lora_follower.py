@@ -99,8 +99,8 @@ class LoraFollower:
         self._options = replace(self._options, reader=self._options.reader or reader_name())
         self._owns_store = not isinstance(url, Store)
         self._store = self._options.open_store(url, on_event=on_event)
-        place = adapter_folder(default_spool(self._store.url), self._server.url) if folder is None else Path(folder)
-        self._adapters = LoraAdapters(self._server, place, max_staleness=max_staleness, on_event=on_event)
+        adapters_folder = adapter_folder(default_spool(self._store.url), self._server.url) if folder is None else Path(folder)
+        self._adapters = LoraAdapters(self._server, adapters_folder, max_staleness=max_staleness, on_event=on_event)
         self._subscriber = Subscriber(self._store, options=self._options, undo_bytes=0, on_event=on_event)
         self._files: tuple[Mapping[str, str], Mapping[str, bytes]] = ({}, {})
         """The attachments that were read last: their hashes, and their contents."""

@@ -96,7 +96,7 @@ class ServerReplica:
         self._told_draft: str | None = None
         self._refused: Commit | None = None
         self._remedy: str | None = None
-        """A version whose results were wrong, also after it was loaded anew."""
+        """A version whose results were wrong, even after it was loaded anew."""
         self._mirror: MirrorReplica | None = None
         """The mirror. None if there is none, so that the workers load full checkpoints from the store."""
         if settings.mirror.exists():
@@ -152,7 +152,7 @@ class ServerReplica:
     def move(self, target: Commit, context: SyncContext) -> None:
         if target == self._refused and self._routes.weight_version() == QUARANTINED_LABEL:
             raise DecodingDiffers(
-                f"the server computes wrong results with {target.describe()}, also after it was loaded anew.", hint=self._remedy
+                f"the server computes wrong results with {target.describe()}, even after it was loaded anew.", hint=self._remedy
             )
         workers = self._connect()
         if self._commit is None:

@@ -1,4 +1,4 @@
-"""Layouts: the places where a vLLM worker keeps the weights of a chain, learnt from vLLM's own loaders and from its own processing.
+"""Layouts: the positions in memory where a vLLM worker keeps the weights of a chain, learnt from vLLM's loaders and processing.
 
 types.py             the shared types: nests, placements, layouts of tensors
 nested_strides.py    finds nested strides in a list of positions, and composes them

@@ -52,10 +52,10 @@ class _Covered:
     def __init__(self, copies: LoaderCopies, known: TensorTable) -> None:
         self._copies: dict[Hashable, list[LoaderCopy]] = {}
         for copy in [copy for found in copies.copies.values() for copy in found]:
-            self._copies.setdefault(_place(copy.parameter), []).append(copy)
+            self._copies.setdefault(_memory_of(copy.parameter), []).append(copy)
         # A tensor that both have is no replacement for one that the chain lacks, if the loader computes something from them.
-        new_copies = {_place(copy.parameter) for name, found in copies.copies.items() if name not in known for copy in found}
-        self._computed = {_place(parameter) for name, found in copies.touched.items() if name not in known for parameter in found}
+        new_copies = {_memory_of(copy.parameter) for name, found in copies.copies.items() if name not in known for copy in found}
+        self._computed = {_memory_of(parameter) for name, found in copies.touched.items() if name not in known for parameter in found}
         self._renamed = new_copies | self._computed
         self._masks: dict[Hashable, torch.Tensor] = {}
 
@@ -75,25 +75,25 @@ class _Covered:
         if name in copies.rejected:
             return not is_about_names_or_shapes(copies.rejected[name])
         if name in copies.refused:
-            return not self._renamed.issuperset(map(_place, copies.touched.get(name, ())))
+            return not self._renamed.issuperset(map(_memory_of, copies.touched.get(name, ())))
         return any(not self._writes(copy) for copy in copies.copies.get(name, ()))
 
     def _writes(self, copy: LoaderCopy) -> bool:
         """Return whether the chain writes all elements that this copy does."""
-        place = _place(copy.parameter)
-        if place in self._computed:
+        memory = _memory_of(copy.parameter)
+        if memory in self._computed:
             return True
-        others = self._copies.get(place, [])
+        others = self._copies.get(memory, [])
         if not others or any(other.nest == copy.nest for other in others):
             return bool(others)
-        if place not in self._masks:
-            mask = self._masks[place] = torch.zeros(extent(copy.parameter.meta), dtype=torch.bool)
+        if memory not in self._masks:
+            mask = self._masks[memory] = torch.zeros(extent(copy.parameter.meta), dtype=torch.bool)
             for other in others:
                 other.nest.view(mask).fill_(True)
-        return bool(copy.nest.view(self._masks[place]).all())
+        return bool(copy.nest.view(self._masks[memory]).all())
 
 
-def _place(parameter: RawParameter) -> Hashable:
+def _memory_of(parameter: RawParameter) -> Hashable:
     """Return what identifies the memory of a parameter. Parameters that are tied have the same memory."""
     live = tensor_at(parameter.module, (parameter.name,))
     if live is None or live.is_meta or not live.data_ptr():

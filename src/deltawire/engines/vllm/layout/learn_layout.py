@@ -45,7 +45,7 @@ def learn_layout(
 ) -> ModelLayout:
     """Find where a model keeps each element of the chain's tensors. Changes nothing. Call it on the worker's main thread.
 
-    It never fails. A tensor whose place is not found has the kind "module", with the reason.
+    It never fails. A tensor whose position is not found has the kind "module", with the reason.
 
     Parameters
     ----------

@@ -34,7 +34,7 @@ WIDENING = {("BF16", "F32"), ("F16", "F32"), ("F8_E8M0", "F32"), ("F8_E4M3", "F3
 _MOST_REPEATS = 64
 """One element that a loader copies to more positions than this is not mapped."""
 _TINY = 16
-"""Tensors with at most this many elements describe others, such as shapes. If two of them go to one place, the last one is held."""
+"""Tensors with at most this many elements describe others, such as shapes. If two of them go to one position, the last one is held."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -390,7 +390,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         return [self.current] if self.current is not None else self._seen[-1:]
 
     def _refuse_overwritten(self) -> None:
-        """Refuse tensors that another tensor overwrites. Large tensors that go to exactly the same place are tied instead."""
+        """Refuse tensors that another tensor overwrites. Large tensors that go to exactly the same positions are tied instead."""
         by_parameter: dict[RawParameter, list[tuple[str, LoaderCopy]]] = {}
         for name, copy in self._order:
             by_parameter.setdefault(copy.parameter, []).append((name, copy))
@@ -406,7 +406,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
                 is_tied = copy.nest.numel > _TINY and all(other.nest == copy.nest for other in others)
                 if winners != {name} and not is_tied:
                     is_traced = copy.nest.numel > _TINY  # a change of a tiny one has no effect on the model, which holds the last one
-                    self.refuse([name], f"the loader writes {min(winners - {name})} to the same place", is_traced=is_traced)
+                    self.refuse([name], f"the loader writes {min(winners - {name})} to the same memory", is_traced=is_traced)
 
 
 def _copy_nests(source: torch.Tensor, target: torch.Tensor, origin: Nest) -> list[Nest] | None:

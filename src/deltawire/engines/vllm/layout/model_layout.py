@@ -116,7 +116,7 @@ class ModelLayout:
     def loaded_with(self, name: str) -> tuple[list[str], list[str]]:
         """Return the modules that are loaded anew with a module, itself included, and the tensors that are loaded.
 
-        Modules are loaded together if they share tensors of the chain, because a loader writes a tensor to all its places.
+        Modules are loaded together if they share tensors of the chain, because a loader writes a tensor to all its positions.
 
         Parameters
         ----------

@@ -165,7 +165,7 @@ def _present(positions: torch.Tensor) -> list[tuple[int, int]]:
 def _fit_whole(positions: torch.Tensor, source_start: int) -> list[Nest]:
     """Return nests for positions without gaps; an empty list if there are too many.
 
-    The inner dimension with stride s is as long as the greatest common divisor of all places where the step is not s. Then the same is
+    The inner dimension with stride s is as long as the greatest common divisor of all indices where the step is not s. Then the same is
     done with the first position of each run.
     """
     inner: list[Dimension] = []
@@ -191,18 +191,18 @@ def _fit_whole(positions: torch.Tensor, source_start: int) -> list[Nest]:
 def _run_length(positions: torch.Tensor, stride: int) -> tuple[int, list[int] | None]:
     """Return how many positions in a row have this stride everywhere; 1 if there is no such number.
 
-    Also returns the places where the stride is another one, or None if they are too many.
+    Also returns the indices where the stride is another one, or None if they are too many.
     """
     length, breaks, count = positions.numel(), [], 0
     for start in range(0, positions.numel() - 1, _PIECE):
         piece = positions[start : start + _PIECE + 1]
-        places = torch.nonzero(piece[1:] - piece[:-1] != stride).flatten() + start + 1
-        if not places.numel():
+        indices = torch.nonzero(piece[1:] - piece[:-1] != stride).flatten() + start + 1
+        if not indices.numel():
             continue
-        count += places.numel()
+        count += indices.numel()
         if count <= MOST_BLOCKS:
-            breaks += places.tolist()
-        length = math.gcd(length, _common_divisor(places))
+            breaks += indices.tolist()
+        length = math.gcd(length, _common_divisor(indices))
         if length == 1 and count > MOST_BLOCKS:
             return 1, None
     return length, breaks if count <= MOST_BLOCKS else None

@@ -109,7 +109,7 @@ def copies_differ(spec: TensorSpec, placements: Sequence[Placement]) -> bool:
     """
     if len(placements) < 2 or any(len(each.nests) > 1 for each in placements):  # it would take long to compare the latter
         return False
-    if sum(each.nests[0].numel for each in placements) <= unit_count(spec, placements[0]):  # each element has one place
+    if sum(each.nests[0].numel for each in placements) <= unit_count(spec, placements[0]):  # each element has one position
         return False
     device = placements[0].memory.device
     whole = gather(spec, placements, device).view(torch.int8)

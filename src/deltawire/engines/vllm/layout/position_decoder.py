@@ -13,7 +13,7 @@ from .types import Nest
 from .unit_values import PIECE, Fill, halves, storage_units, unit_values
 
 MOST_COPIES = 8
-"""The most places of one unit. If processing repeats it more often, the result counts as computed."""
+"""The most positions of one unit. If processing repeats it more often, the result counts as computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,30 +96,30 @@ class PositionDecoder:
         """Return the maps for this storage. An empty list means that its values are computed. Call it once."""
         if not self._is_good or not bool(self._moved.any()):
             return []
-        for _, sources in self._places():
+        for _, sources in self._moved_units():
             if bool((sources < 0).any()) or bool((sources >= self._count).any()):
                 return []
         found: list[UnitMap] = []
         for _ in range(MOST_COPIES):
             where = torch.full((self._count,), self._units, dtype=self._positions.dtype, device=self._positions.device)
-            for places, sources in self._places():
-                where.scatter_reduce_(0, sources, places.to(where.dtype), "amin")
+            for indices, sources in self._moved_units():
+                where.scatter_reduce_(0, sources, indices.to(where.dtype), "amin")
             where.masked_fill_(where == self._units, -1)
             nests = fit(where)
             if nests is None:
                 return []
             found.append(UnitMap(path, self._bits, tuple(nests), self._table))
-            for places, sources in self._places():  # a unit that processing repeats has further places
-                self._moved[places[where[sources] == places]] = False
+            for indices, sources in self._moved_units():  # a unit that processing repeats has further indices
+                self._moved[indices[where[sources] == indices]] = False
             if not bool(self._moved.any()):
                 return found
         return []
 
-    def _places(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the places of units that were moved, and the units, in pieces, because both have 8 bytes for each of them."""
+    def _moved_units(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield where units were moved to, as indices, and the units, in pieces, because both have 8 bytes for each of them."""
         for start in range(0, self._units, PIECE):
-            places = torch.nonzero(self._moved[start : start + PIECE]).flatten() + start
-            yield places, self._positions[places].to(torch.int64) - 1
+            indices = torch.nonzero(self._moved[start : start + PIECE]).flatten() + start
+            yield indices, self._positions[indices].to(torch.int64) - 1
 
 
 def is_predicted(maps: Sequence[UnitMap], result: torch.Tensor, fill: Fill, neutral: torch.Tensor | None = None) -> bool:

@@ -30,7 +30,7 @@ from .position_decoder import PositionDecoder, UnitMap, changed_values, complete
 from .unit_values import Fill, constant_fill, digit_fill, digits_of, neutral_value, random_fill, same_words, storage_units
 
 _BYTES_PER_UNIT = 16
-"""The memory for decoding positions, for each unit: its position, its place, and temporary values."""
+"""The memory for decoding positions, for each unit: its number, its position in memory, and temporary values."""
 _LARGE = 1 << 28
 """The results of larger modules are kept in host memory while others are made, so that learning needs little memory of a GPU."""
 _FEW = 64
@@ -379,7 +379,7 @@ def _storage_elements(tensor: torch.Tensor) -> int:
 
 
 def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the shape, the strides, the type and the place of a tensor, and the size of its storage."""
+    """Return the shape, the strides, the type and the address of a tensor, and the size of its storage."""
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.storage_offset(), tensor.untyped_storage().nbytes()
 
 

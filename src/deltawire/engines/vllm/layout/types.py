@@ -81,7 +81,7 @@ class Nest:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The places of some units of a checkpoint tensor in the model's memory.
+    """The positions of some units of a checkpoint tensor in the model's memory.
 
     Parameters
     ----------

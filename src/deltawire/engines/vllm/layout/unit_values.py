@@ -40,12 +40,12 @@ class Fill:
 
     def write(self, words: torch.Tensor) -> None:
         """Write the values to a storage."""
-        for place, values in self.pieces():
-            words[place] = values
+        for position, values in self.pieces():
+            words[position] = values
 
     def equals(self, words: torch.Tensor) -> bool:
         """Return whether a storage has exactly these values."""
-        return words.numel() == self.count and all(torch.equal(words[place], values) for place, values in self.pieces())
+        return words.numel() == self.count and all(torch.equal(words[position], values) for position, values in self.pieces())
 
     def whole(self) -> torch.Tensor:
         """Return all values."""

@@ -97,7 +97,7 @@ class DirectPatches:
                 patch.exchange(wait=False)
 
     def revert(self) -> None:
-        """Write the old values back, also if only some of the new ones were written. A GPU may still be at work when this returns."""
+        """Write the old values back, even if only some of the new ones were written. A GPU may still be at work when this returns."""
         self._sums = None
         for patch, _ in reversed(self._patches[: self._swapped]):
             self._swapped -= 1

@@ -33,12 +33,12 @@ class DirectTensors:
         """The same tensors, in columns if possible."""
         self.tied = tied_tensors(tensors)
         """The names of tensors that have the same memory as an earlier one, each with the name of that one."""
-        places = {name: set(_memory_of(tensors[name])) for pair in self.tied.items() for name in pair}
-        self.repeated = frozenset(name for name, first in self.tied.items() if places[name] <= places[first])
+        memory = {name: set(_memory_of(tensors[name])) for pair in self.tied.items() for name in pair}
+        self.repeated = frozenset(name for name, first in self.tied.items() if memory[name] <= memory[first])
         """Tied tensors that have no other memory than the earlier one. Writing that one is enough."""
         self.sizes = np.array([tensor.numel() for tensor in self.by_name.values()], np.int64)
         """The number of elements of each tensor."""
-        self.in_one_place = frozenset(name for name in self.by_name if len(tensors[name].placements) <= 1)
+        self.at_one_position = frozenset(name for name in self.by_name if len(tensors[name].placements) <= 1)
         """The tensors that the model holds only once."""
         self._names = list(self.by_name)
         self._numbers = {name: number for number, name in enumerate(self.by_name)}
@@ -103,7 +103,7 @@ def tied_tensors(tensors: Mapping[str, TensorLayout]) -> dict[str, str]:
 
 
 def _memory_of(layout: TensorLayout) -> Iterator[object]:
-    """Yield a value for each place of a tensor. It is the same for another tensor with this place, even if only one of them is direct."""
+    """Yield a value for each position of a tensor. Another tensor with this position has the same value, even if only one is direct."""
     if layout.kind in ("direct", "mapped", "partial"):
         for placement in layout.placements:
             yield placement.memory.data_ptr(), placement.nests

@@ -146,7 +146,7 @@ class KeptBases:
             return None
         except (DeltawireError, OSError) as error:
             return f"{type(error).__name__}: {error}"
-        finally:  # also after a failure: all workers count alike
+        finally:  # even after a failure, so that all workers count alike
             self._generation += 1
 
     def watch(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

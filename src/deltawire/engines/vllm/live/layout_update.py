@@ -239,7 +239,7 @@ class LayoutUpdate:
             load.apply()
 
     def revert(self) -> None:
-        """Write the old values back, also if only some of the new ones were written. A GPU may still be at work when this returns."""
+        """Write the old values back, even if only some of the new ones were written. A GPU may still be at work when this returns."""
         self.is_applied = False
         self._patches.revert()
         with torch.no_grad():
@@ -349,7 +349,7 @@ class LayoutUpdate:
     def _plain(self) -> frozenset[str]:
         """The direct tensors that the codec writes by itself."""
         apart = self._sharing | self._inputs
-        return self._direct_tensors.in_one_place - apart if apart else self._direct_tensors.in_one_place
+        return self._direct_tensors.at_one_position - apart if apart else self._direct_tensors.at_one_position
 
     @functools.cached_property
     def _sharing(self) -> frozenset[str]:

@@ -207,12 +207,12 @@ class LiveUpdates:
         return outcome
 
     def wait(self) -> None:
-        """Return when no worker reads weights any more, so that other code may write to them. All workers do this together."""
+        """Return when all workers have stopped reading weights, so that other code may write to them. All workers do this together."""
         self.stop_staging()
         failed_ranks(False)  # other workers may still have read this one's memory
 
     def stop_staging(self) -> None:
-        """Drop the staged update, and return when this worker does not read its weights any more."""
+        """Drop the staged update, and return when this worker has stopped reading its weights."""
         self._staging.forget()
         self._staging.wait()
 

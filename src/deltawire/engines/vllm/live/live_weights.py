@@ -377,7 +377,7 @@ class LiveWeights:
         """Write the new values. Other workers may read this memory as soon as all have agreed, so the GPU has written when this returns."""
         with timed(times, "write_ms"):
             update.apply(digest=self._confirm == "auto" and self._is_quick)
-            self._check_valid()  # while a GPU writes; the layout keeps the memory that it writes to, also if the model uses it no more
+            self._check_valid()  # while a GPU writes; the layout keeps the memory that it writes to, even if the model no longer uses it
             self._finish_writes()
         with timed(times, "recompute_ms"):
             self._rules.run(update)

@@ -92,8 +92,8 @@ class OwnBases:
         if name not in self._arrays:
             self._keeps_all = True
             raise EngineRefused(
-                f"the update needs tensor {name!r}, which this worker does not keep, because no block of a file should have elements of it "
-                "and of a tensor that the worker holds.",
+                f"the update needs tensor {name!r}, which this worker does not keep. It had expected that no block of a file has "
+                "elements both of this tensor and of one that the worker holds.",
                 hint="Load the version in full, as the sidecar does. From then on the worker keeps all tensors.",
             )
         spec = self._absent[name]

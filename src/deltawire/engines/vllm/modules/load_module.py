@@ -79,7 +79,7 @@ class ModuleLoad:
         load_modules(self._model, self._model_config, self._names, self._weights.items())
 
     def revert(self) -> None:
-        """Restore the old weights, also if only some of the new ones were loaded."""
+        """Restore the old weights, even if only some of the new ones were loaded."""
         for saved in self._saved:
             saved.restore()
 
@@ -118,7 +118,7 @@ def load_modules(model: Any, model_config: Any, names: Sequence[str], weights: I
             initialize_layerwise_reload(module)
         try:
             model.load_weights(iter(weights))
-        finally:  # also after a failure, or the next attempt would find a half-loaded module
+        finally:  # even after a failure, or the next attempt would find a half-loaded module
             for module in modules.values():
                 finalize_layerwise_reload(module, model_config)
 

@@ -121,5 +121,5 @@ def _copied_state(value: Any, copies: dict[int, Any], depth: int) -> Any:
     found = copy.copy(value)
     copies[id(value)] = found
     parts = {name: None if name in _FORGOTTEN else _copied(part, copies, depth - 1) for name, part in vars(value).items()}
-    object.__setattr__(found, "__dict__", parts)  # also if it is frozen
+    object.__setattr__(found, "__dict__", parts)  # even if it is frozen
     return found

@@ -87,7 +87,7 @@ def put(module: Any, path: Path, value: Any) -> None:
     elif isinstance(owner, torch.nn.Module):
         setattr(owner, path[-1], value)
     else:
-        object.__setattr__(owner, path[-1], value)  # also if it is frozen
+        object.__setattr__(owner, path[-1], value)  # even if it is frozen
 
 
 def numbers_of(module: Any) -> dict[str, float]:

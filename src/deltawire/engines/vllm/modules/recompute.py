@@ -246,10 +246,10 @@ def changed_units(module: Any, results: Mapping[str, torch.Tensor], *, skipped: 
     found: list[Scatter] = []
     seen: set[tuple[Any, ...]] = set()
     for path, live in tensors_of(module).items():
-        place = (live.data_ptr(), live.shape, live.stride())
-        if path not in results or place in seen or live.numel() == 0 or live.untyped_storage().data_ptr() in skipped:
+        position = (live.data_ptr(), live.shape, live.stride())
+        if path not in results or position in seen or live.numel() == 0 or live.untyped_storage().data_ptr() in skipped:
             continue
-        seen.add(place)
+        seen.add(position)
         memory = storage_units(live, 8 * live.element_size())
         if pieces := list(_differences(live.detach(), results[path].detach())):
             positions, values = (torch.cat(parts) for parts in zip(*pieces, strict=True))  # a swap takes time for every list

@@ -263,7 +263,7 @@ __device__ __forceinline__ void do_row(const Job& job, u32 index, const Weight& 
             return;
         }
         scale = choose_plain<S, E4M3>(maximum, w.previous ? w.previous + (u64)row * BYTES : nullptr);
-        __syncthreads();  // all threads have read the previous scale, which may be in the same place
+        __syncthreads();  // all threads have read the previous scale, which may be in the same memory
         if (threadIdx.x == 0) write_scale<S>(w.scales + (u64)row * BYTES, scale);
         if (job.mode == SCALES) return;
     }
@@ -322,7 +322,7 @@ __device__ __forceinline__ void do_groups(const Job& job, u32 index, const Weigh
             if (job.kind == INT4_GROUPS) divisor = choose_plain<S, INT4>(maximum, previous);
             else if (job.kind == NVFP4) chosen = choose_nvfp4<S>(global, maximum, previous), divisor = __fdiv_rn(from_e4m3(chosen), global);
             else chosen = choose_mxfp4<S>(maximum, previous), divisor = power_of(chosen);
-            __syncwarp();  // all lanes have read the previous scale, which may be in the same place
+            __syncwarp();  // all lanes have read the previous scale, which may be in the same memory
             if (there && is_first) {
                 if (job.kind == INT4_GROUPS) write_scale<S>(w.scales + at * BYTES, divisor);
                 else w.scales[at] = (u8)chosen;
