@@ -66,7 +66,7 @@ PAGES = {
         (
             "deltawire.rl.member.MemberOptions",
             "deltawire.rl.member.serve",
-            "deltawire.rl.openai_server.serve_openai",
+            "deltawire.rl.serving.openai_server.serve_openai",
             "deltawire.rl.report.StepReporter",
             "deltawire.rl.mismatch_alarm.AlarmRule",
             "deltawire.rl.routing.router_replay.ReplayCounts",

@@ -87,7 +87,7 @@ def test_a_killed_store_has_every_answer_once_when_it_is_back(when: Literal["bef
             store.when = when
             names.append(chat())
             wait_until(lambda: store.is_killed, "the store is killed")
-            names += [chat() for _ in range(3)]  # answers go on
+            names += [chat() for _ in range(3)]  # answers continue
             wait_until(lambda: "recording-waits" in scene.names(), "the gateway knows")
             servers.enter_context(running(command, tmp_path / "second-log", lambda: answers(port), tmp_path))
             names.append(chat())
