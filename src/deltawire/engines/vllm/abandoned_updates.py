@@ -88,7 +88,7 @@ def note(core: Any) -> None:
 
 
 def forget(core: Any) -> None:
-    """Note that nobody has to end an update any more."""
+    """Note that nobody has to end an update from now on."""
     core.deltawire_update_watch = None
 
 
