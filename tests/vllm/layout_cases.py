@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import unpacked_experts
+from emulated_experts import fp8_experts_on_cpu, marlin_experts_on_cpu, packed_experts_on_cpu
 from emulated_kernels import mxfp4_on_cpu, nvfp4_on_cpu, requantise_on_cpu
 from tiny_checkpoints import (
     FP8_PER_TENSOR,
@@ -31,16 +32,27 @@ from deltawire.dtypes import dtype_named
 from deltawire.format.records.record_parts import FileEntry
 from deltawire.format.records.version_records import Commit
 from deltawire.publish.writer_options import WriterOptions
+from deltawire.quantise.recipe import DEFAULT_IGNORE, Recipe, RecipeLike
 from deltawire.store import Store, open_store
 from deltawire.subscribe.tensor_table import TensorSpec, TensorTable
 
 UPDATES = 20
-CASES: dict[str, tuple[TinyModel, str | None]] = {
+CASES: dict[str, tuple[TinyModel, RecipeLike | None]] = {
     "dense": (TinyModel("dense"), None),
     "tied": (TinyModel("tied", tied=True), None),
     "computing-loaders": (TinyModel("dense"), None),
     "experts-packed": (TinyModel("moe", experts=4, layers=1), None),
     "experts-split": (TinyModel("moe", experts=4, layers=1), None),
+    "experts-fp8-block": (TinyModel("moe", experts=4, scale=4, layers=1), "fp8-block"),
+    "experts-fp8-block-refined": (
+        TinyModel("moe", experts=4, scale=2, layers=1, expert=192),
+        Recipe.parse("fp8-block", ignore=(*DEFAULT_IGNORE, "re:.*self_attn")),
+    ),
+    "experts-fp8-block-packed": (TinyModel("moe", experts=4, scale=4, layers=1), "fp8-block"),
+    "experts-fp8-channel": (TinyModel("moe", experts=4, scale=2, layers=1), "fp8-channel"),
+    "experts-int4": (TinyModel("moe", experts=4, scale=2, layers=1), "int4"),
+    "experts-int4-packed": (TinyModel("moe", experts=4, scale=4, layers=1), "int4-128"),
+    "experts-mxfp4": (TinyModel("moe", experts=4, scale=2, layers=1), "mxfp4"),
     "fp8-block": (TinyModel("quantised", scale=4, layers=1), "fp8-block"),
     "fp8-channel": (TinyModel("quantised", scale=4, layers=1), "fp8-channel"),
     "fp8-tensor": (TinyModel("quantised", scale=4, layers=1), None),
@@ -51,7 +63,14 @@ CASES: dict[str, tuple[TinyModel, str | None]] = {
     "mla": (TinyMla("mla", layers=2), None),
     "mla-fp8": (TinyMla("mla", scale=4, layers=1), "fp8-block"),
 }
-COMPUTED = {"mla-fp8": "recompute", "fp8-tensor": "reprocess", "nvfp4": "reprocess", "int8": "load_anew", "computing-loaders": "load_anew"}
+COMPUTED = {
+    "experts-int4-packed": "reprocess",
+    "mla-fp8": "recompute",
+    "fp8-tensor": "reprocess",
+    "nvfp4": "reprocess",
+    "int8": "load_anew",
+    "computing-loaders": "load_anew",
+}
 """Models with tensors that are computed from weights, and how they follow updates."""
 CONVERTED: dict[str, tuple[Any, Any]] = {"fp8-tensor": (fp8_per_tensor, FP8_PER_TENSOR), "int8": (int8_per_channel, INT8_PER_CHANNEL)}
 """Models that are not quantised by a recipe of the publisher."""
@@ -60,7 +79,7 @@ CONVERTED: dict[str, tuple[Any, Any]] = {"fp8-tensor": (fp8_per_tensor, FP8_PER_
 class Chain:
     """A model in training, and the chain that its weights are published to."""
 
-    def __init__(self, folder: Path, model: TinyModel, recipe: str | None, converted: tuple[Any, Any] | None = None) -> None:
+    def __init__(self, folder: Path, model: TinyModel, recipe: RecipeLike | None, converted: tuple[Any, Any] | None = None) -> None:
         self._folder = folder
         self._visibly = recipe is not None or converted is not None
         self._convert, config = converted or (dict, None)
@@ -129,11 +148,17 @@ def emulate(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     if case == "experts-split":
         unpacked_experts.install(monkeypatch.setattr)
+    if case in ("experts-fp8-block", "experts-fp8-block-refined", "experts-fp8-channel"):
+        fp8_experts_on_cpu(monkeypatch)
+    if case in ("experts-fp8-block-packed", "experts-int4-packed"):
+        packed_experts_on_cpu(monkeypatch)
+    if case in ("experts-int4", "experts-mxfp4"):
+        marlin_experts_on_cpu(monkeypatch)
     if case == "fp8-tensor":
         requantise_on_cpu(monkeypatch)
     if case == "nvfp4":
         nvfp4_on_cpu(monkeypatch)
-    if case == "mxfp4":
+    if case in ("mxfp4", "experts-mxfp4"):
         mxfp4_on_cpu(monkeypatch)
     if case == "computing-loaders":
         load_norms_with(monkeypatch, lambda param, loaded_weight: param.data.copy_(2 * loaded_weight))

@@ -323,6 +323,22 @@ def test_the_lists_of_one_storage_are_merged() -> None:
     assert worker.held() == worker.expected()
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_list_of_the_first_part_of_a_storage_is_merged_with_the_others(order: tuple[int, int]) -> None:
+    """The scales of the first expert may be direct: their memory is a view of a storage that those of other experts are written to."""
+    from deltawire.engines.vllm.layout.types import Scatter
+    from deltawire.engines.vllm.live.scatter_lists import merged, write_values
+
+    whole = torch.zeros(6, dtype=torch.int32)
+    lists = [(whole[:3], 2, 7), (whole, 5, 8)]
+    scatters = [Scatter(lists[n][0], torch.tensor([lists[n][1]]), torch.tensor([lists[n][2]], dtype=torch.int32)) for n in order]
+    for scatter in scatters:
+        scatter.old = torch.zeros(1, dtype=torch.int32)
+    (one,) = merged(scatters)
+    write_values(one, one.new)
+    assert whole.tolist() == [0, 0, 7, 0, 0, 8]
+
+
 def test_a_hop_without_files_only_changes_the_label(worker: FakeWorker) -> None:
     old = worker.held()
     hop = worker.step(lambda state: None)

@@ -116,6 +116,59 @@ def test_a_scalar_that_goes_to_several_places_is_recorded_at_each() -> None:
     assert [targets(copy, 1) for copy in found.copies["two"]] == [[0]]
 
 
+@pytest.mark.parametrize(("rank", "expected"), [(0, [{0: {0, 1}}, {0: {2, 3}}, {1: {4, 5}}]), (1, [{1: {0, 1}}, {2: {2, 3}}, {2: {4, 5}}])])
+def test_elements_that_a_loader_repeats_are_recorded_at_each_index(rank: int, expected: list[dict[int, set[int]]]) -> None:
+    """Each rank has half of six rows that were three. The second row, which both ranks have, is a part of its own on both of them."""
+    import torch
+
+    def load(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+        finer = tensor.repeat_interleave(2, dim=-2).repeat_interleave(1, dim=-1)
+        parameters["s"].data.copy_(finer.narrow(0, 3 * rank, 3))
+
+    found = record(load, {"s": torch.ones(3, 2)}, {"scale": ("F32", (3, 2))})
+    assert found.refused == {}
+    rows: list[dict[int, set[int]]] = []
+    for copy in found.copies["scale"]:
+        places = {element: place for element, place in enumerate(targets(copy, 6)) if place >= 0}
+        rows.append({row: {places[2 * row], places[2 * row + 1]} for row in {element // 2 for element in places}})
+    assert sorted(rows, key=lambda row: min(map(min, row.values()))) == expected
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_table_of_repeated_elements_equals_what_the_loader_copies(dim: int) -> None:
+    import torch
+
+    def load(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+        finer = tensor.repeat_interleave(2, dim=-2).repeat_interleave(2, dim=-1)
+        parameters["s"].data[1].copy_(finer.narrow(dim, 3, 3))
+
+    values = torch.arange(12.0).view(3, 4)
+    wanted = torch.full((2, 3, 8) if dim == 0 else (2, 6, 3), -1.0)
+    load({"s": torch.nn.Parameter(wanted, requires_grad=False)}, "scale", values)
+    found = record(load, {"s": torch.full_like(wanted, -1.0)}, {"scale": ("F32", (3, 4))})
+    filled = torch.full((wanted.numel(),), -1.0)
+    parts = []
+    for copy in found.copies["scale"]:
+        places = {element: place for element, place in enumerate(targets(copy, 12)) if place >= 0}
+        parts.append(frozenset(places))
+        for element, place in places.items():
+            assert filled[place] == -1, "two parts have the same place"
+            filled[place] = values.view(-1)[element]
+    assert torch.equal(filled.view(wanted.shape), wanted)
+    assert all(one == other or not one & other for one in parts for other in parts), "parts overlap without being equal"
+
+
+def test_elements_that_are_repeated_too_often_are_refused() -> None:
+    import torch
+
+    def load(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+        parameters["s"].data.copy_(tensor.repeat_interleave(65, dim=0))
+
+    found = record(load, {"s": torch.ones(130)}, {"scale": ("F32", (2,))})
+    assert found.copies == {}
+    assert "strides cannot describe" in found.refused["scale"]
+
+
 def test_the_last_of_several_small_tensors_in_one_position_is_the_one_that_is_held() -> None:
     import torch
 

@@ -21,13 +21,14 @@ LATENT, ROPE = 512, 64
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model of the Qwen3 family with random weights. It is dense if `experts` is 0. `scale` makes it wider."""
+    """A model of the Qwen3 family with random weights. It is dense if `experts` is 0. `scale` makes it wider, and `expert` its experts."""
 
     name: str
     experts: int = 0
     tied: bool = False
     scale: int = 1
     layers: int = 2
+    expert: int = EXPERT
 
     def config(self) -> dict[str, Any]:
         config: dict[str, Any] = {
@@ -55,7 +56,7 @@ class TinyModel:
             config |= {
                 "num_experts": self.experts,
                 "num_experts_per_tok": 2,
-                "moe_intermediate_size": EXPERT * self.scale,
+                "moe_intermediate_size": self.expert * self.scale,
                 "decoder_sparse_step": 1,
                 "norm_topk_prob": True,
                 "mlp_only_layers": [],
@@ -80,7 +81,7 @@ class TinyModel:
                 f"{prefix}self_attn.q_norm.weight": (HEAD,),
                 f"{prefix}self_attn.k_norm.weight": (HEAD,),
             }
-            inner = [(f"{prefix}mlp.experts.{expert}.", EXPERT * self.scale) for expert in range(self.experts)] or [
+            inner = [(f"{prefix}mlp.experts.{expert}.", self.expert * self.scale) for expert in range(self.experts)] or [
                 (f"{prefix}mlp.", INNER * self.scale)
             ]
             for place, width in inner:

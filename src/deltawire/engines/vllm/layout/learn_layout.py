@@ -36,6 +36,8 @@ _MOST_FITTED = 1 << 26
 """A tensor with more units keeps the nests of both stages, if no single nest is found by composition."""
 DRAFT_PREFIX = "draft."
 """The names of a draft model's modules begin with this."""
+_SHAPE = ".weight_shape"
+"""The names of tensors that hold the shape of a packed weight end with this. Updates do not change them: tensors keep their shapes."""
 OFF = "DELTAWIRE_LEARN"
 """If this variable is "0", no layout is learnt, so every update loads whole modules."""
 
@@ -169,9 +171,14 @@ class _Learner:
         return ModelLayout(tensors, rules, list(self._held.values()), self.facts, copies, self._parts, self._constant, model)
 
     def _add_loaded(self, name: str, parameter: RawParameter, reason: str) -> None:
-        """Let a module be loaded anew if a tensor changes whose loader does more than to copy it."""
+        """Let a module be loaded anew if a tensor changes whose loader does more than to copy it. If a shape changes, everything is.
+
+        vLLM casts the shapes of experts. A rule for them would be the rule of the whole module, which then would never be processed again.
+        """
         module = parameter.module_name
         self._parts.setdefault(module, set()).add(name)
+        if name.endswith(_SHAPE):
+            return
         self._found[name].modules.add(module)
         how: Literal["load_anew", "refuse"] = "refuse" if moves_experts(parameter.module) else "load_anew"
         self._rules[module] = ModuleRule(module, how, (), reason)

@@ -11,8 +11,10 @@ This file, processing_map.py and processing_views.py are the only ones that use 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,7 +26,7 @@ from ....dtypes import DType
 from ....format.bundle_names import MAIN, BundleView, join_name
 from ....subscribe.tensor_table import TensorTable
 from ....tensors.torch_types import dtype_of, torch_dtype
-from .nested_strides import compose, inverse, nest_of
+from .nested_strides import Dimension, compose, fit, inverse, nest_of
 from .types import Nest
 
 _Value = TypeVar("_Value")
@@ -33,6 +35,8 @@ WIDENING = {("BF16", "F32"), ("F16", "F32"), ("F8_E8M0", "F32"), ("F8_E4M3", "F3
 """Casts that keep every number, so that they can be undone exactly."""
 _MOST_REPEATS = 64
 """One element that a loader copies to more positions than this is not mapped."""
+_MOST_LISTED = 1 << 20
+"""If a loader repeats elements, the positions of a copy with more elements than this are not looked at one by one."""
 _TINY = 16
 """Tensors with at most this many elements describe others, such as shapes. If two of them go to one position, the last one is held."""
 
@@ -227,7 +231,7 @@ class _Origin:
 
     names: frozenset[str]
     nest: Nest | None
-    """From elements of the storage to elements of the checkpoint tensor. None if the values were computed."""
+    """From elements of the storage to elements of the checkpoint tensor, which may be repeated. None if the values were computed."""
     dtype: torch.dtype
     """The type of the elements in this storage."""
     cast_from: DType
@@ -414,6 +418,10 @@ def _copy_nests(source: torch.Tensor, target: torch.Tensor, origin: Nest) -> lis
     if source.numel() == 0 or target.numel() == 0:
         return []
     dimensions = list(zip(target.shape, target.stride(), source.expand_as(target).stride(), strict=True))
+    if 0 in origin.targets:
+        found = _repeated_nests(tuple(dimensions), source.storage_offset(), origin)
+        moved = target.storage_offset()
+        return None if found is None else [dataclasses.replace(nest, target_start=nest.target_start + moved) for nest in found]
     repeated = [(size, stride) for size, stride, from_source in dimensions if from_source == 0 and size > 1]
     starts = [0]
     for size, stride in repeated:
@@ -430,6 +438,55 @@ def _copy_nests(source: torch.Tensor, target: torch.Tensor, origin: Nest) -> lis
             return None
         nests.append(nest)
     return nests
+
+
+@functools.lru_cache(maxsize=64)
+def _repeated_nests(dimensions: tuple[Dimension, ...], source_start: int, origin: Nest) -> tuple[Nest, ...] | None:
+    """Return the nests of a copy from a temporary in which a loader has repeated elements. None if strides cannot describe it.
+
+    Each nest has one of the repetitions. Elements at the edges of a rank's part, of which other ranks have the other repetitions, have
+    nests of their own: parts of two ranks are equal or have no element in common (see live/ownership.py).
+
+    The experts of a model have the same ones, apart from where they start.
+
+    Parameters
+    ----------
+    dimensions
+        The dimensions of the copy: size, stride in the target, stride in the temporary.
+    source_start
+        The first element of the temporary.
+    origin
+        From elements of the temporary to elements of the checkpoint tensor.
+    """
+    if math.prod(size for size, _, _ in dimensions) > _MOST_LISTED:
+        return None
+    targets, sources = torch.zeros(1, dtype=torch.int64), torch.full((1,), source_start, dtype=torch.int64)
+    for size, to_target, from_source in dimensions:
+        steps = torch.arange(size)
+        targets = (targets[:, None] + steps * to_target).flatten()
+        sources = (sources[:, None] + steps * from_source).flatten()
+    here, elements = origin.find(sources)
+    if not bool(here.all()):
+        return None
+    rest, repeats = sources - origin.source_start, torch.zeros_like(sources)
+    for size, step, stride in zip(origin.sizes, origin.sources, origin.targets, strict=True):
+        number, rest = rest // step, rest % step
+        if stride == 0:
+            repeats = repeats * size + number
+    if int(repeats.max()) >= _MOST_REPEATS:
+        return None
+    # which repetitions of each element there are, as the bits of a number
+    all_of = torch.zeros(int(elements.max()) + 1, dtype=torch.int64).index_add_(0, elements, 1 << repeats)[elements]
+    found: list[Nest] = []
+    for mark, repeat in torch.stack([all_of, repeats], 1).unique(dim=0).tolist():
+        chosen = (all_of == mark) & (repeats == repeat)
+        positions = torch.full((int(elements.max()) + 1,), -1)
+        positions[elements[chosen]] = targets[chosen]
+        nests = fit(positions)
+        if nests is None or int((positions >= 0).sum()) < int(chosen.sum()):
+            return None
+        found += nests
+    return tuple(found) if len(found) <= _MOST_REPEATS else None
 
 
 @functools.cache

@@ -53,6 +53,7 @@ def compose(first: Nest, second: Nest) -> Nest | None:
 
     Returns None if no single nest does it, or if `second` does not have all targets of `first`. The rule is that of mixed-radix numbers: a
     step of `first` must be a whole number of steps in one dimension of `second`, or wrap around it completely, and no sum may carry over.
+    A dimension of `first` that stays at one target does so in the result.
     """
     start = first.target_start - second.source_start
     if start < 0:
@@ -78,8 +79,11 @@ def compose(first: Nest, second: Nest) -> Nest | None:
 def _split(dimension: Dimension, second: Nest, highest: list[int], found: list[Dimension]) -> bool:
     """Add to `found` what a dimension becomes. `highest` counts the largest digit in each dimension of `second`."""
     size, source, stride = dimension
+    if stride == 0:
+        found.append(dimension)
+        return True
     while size > 1:
-        level = next((level for level, each in enumerate(second.sources) if stride > 0 and stride % each == 0), None)
+        level = next((level for level, each in enumerate(second.sources) if stride % each == 0), None)
         if level is None:
             return False
         step = stride // second.sources[level]

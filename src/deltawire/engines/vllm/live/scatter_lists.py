@@ -53,6 +53,7 @@ def merged(scatters: Sequence[Scatter]) -> list[Scatter]:
     for group in groups.values():
         first, old = group[0], [scatter.old for scatter in group if scatter.old is not None]
         if len(group) > 1:
+            first.memory = max((scatter.memory for scatter in group), key=torch.Tensor.numel)  # the others are only the first part of it
             first.indices = torch.cat([scatter.indices for scatter in group])
             first.new, first.old = torch.cat([scatter.new for scatter in group]), torch.cat(old)
         found.append(first)
