@@ -5,8 +5,8 @@
 Each lane is a process of pytest. Its lines are printed at once, after the name of the lane. If a lane fails, or on Ctrl-C, the others are
 stopped, and the last lines of the failed lane are printed again at the end. There are more lanes than cores: many tests wait most of the
 time, and short lanes leave no core idle at the end. A lane that prints nothing for a long time counts as failed; by then, pytest has
-printed where its threads are. One process imports torch and transformers for all lanes and forks them, and the lanes fork their own
-processes from it.
+printed where its threads are. A few lanes run at a time, and the others begin as these end. One process imports torch and transformers for
+all lanes and forks them, and the lanes fork their own processes from it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,17 @@ def _ignoring(paths: list[str]) -> list[str]:
 LANES: dict[str, list[str]] = {
     "vllm": ["-vv", *VLLM, *_ignoring(TRL)],
     "trl": ["-vv", *TRL, *LONG],
-    "ray": ["-vv", *RAY, *FLEET, *_ignoring([*TRL, *LONG])],
     "systems": [*SYSTEMS, *_ignoring(LONG)],
-    "faults": FAULTS,
-    "searches": SEARCHES,
-    "parts": [TESTS, *_ignoring([*FAULTS, *SYSTEMS, *FLEET, *SEARCHES, *VLLM, *TRL, *UNITS, *LONG])],
     "units": UNITS,
+    "searches": SEARCHES,
+    "faults": FAULTS,
+    "parts": [TESTS, *_ignoring([*FAULTS, *SYSTEMS, *FLEET, *SEARCHES, *VLLM, *TRL, *UNITS, *LONG])],
+    "ray": ["-vv", *RAY, *FLEET, *_ignoring([*TRL, *LONG])],
 }
+"""The lanes in the order in which they begin: those that take longest come first."""
+
+AT_ONCE = 5
+"""The number of lanes that run at a time. If all ran at once, the longest lane would still run when the others have ended."""
 
 GRACE = 60.0
 """Seconds that an interrupted lane has to stop the processes that it started."""
@@ -133,10 +137,13 @@ def run(names: list[str]) -> int:
     printing = threading.Lock()
     lanes: list[Lane] = []
     try:
-        for name in names:
-            lanes.append(Lane(name, LANES[name], printing))  # one by one, so that `finally` knows the started ones if the next cannot start
-        running = list(lanes)
-        while running:
+        waiting = collections.deque(names)
+        running: list[Lane] = []
+        while running or waiting:
+            while waiting and len(running) < AT_ONCE:
+                name = waiting.popleft()
+                lanes.append(Lane(name, LANES[name], printing))  # one by one, so that `finally` knows the started ones
+                running.append(lanes[-1])
             for lane in list(running):
                 status = lane.process.poll()
                 if status is None and time.monotonic() - lane.heard > SILENCE:
