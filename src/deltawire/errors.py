@@ -100,6 +100,7 @@
     │   ├── UnsupportedRouting      the model's way to choose experts is not known
     │   ├── UnusableRouting         recorded experts do not fit the model or the batch
     │   └── TrainingFailed          training fails even without the suspicious results
+    ├── UnusableKeys                a gateway cannot read its file of API keys
     ├── UnusableGate                a gate cannot decide by the limits or numbers that it was given
     ├── UnusablePlan                a number that the planner was given cannot be used
     ├── TelemetryUnavailable        metrics, logs or traces cannot be passed on
@@ -633,7 +634,7 @@ class GatewayError(DeltawireError):
 class RequestMalformed(GatewayError):
     """The body of a request, a header or a value breaks a rule."""
 
-    hint = "Correct the request. docs/live.md describes each route."
+    hint = "Correct the request. The page 'Learn from live traffic' of the documentation describes each route."
     status = 400
 
 
@@ -775,6 +776,12 @@ class TrainingFailed(TrainingError):
     """Training fails even without the suspicious results. Nothing of the failed step was published."""
 
     hint = 'Read the events "step-skipped" and "rollout-rejected", correct the causes that they name, and start the trainer again.'
+
+
+class UnusableKeys(DeltawireError):
+    """A gateway cannot use its file of API keys."""
+
+    hint = "Each line is: NAME SHA256 [feedback] [all]. The second word is what `printf %s \"$KEY\" | sha256sum | cut -d' ' -f1` prints."
 
 
 class UnusableGate(DeltawireError):

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from ..dashboard.host_names import accepts_host
-from ..errors import EngineLost, GatewayBusy, GatewayError, HostRefused, KeyRefused, RequestMalformed
+from ..errors import EngineLost, GatewayBusy, GatewayError, HostRefused, InteractionUnknown, KeyRefused, RequestMalformed
 from ..events import OnEvent, emit
 from ..format.feedback import Feedback
 from .engine_client import NoAnswer
@@ -192,7 +192,8 @@ class GatewayApp:
         body = parse_object(await read_body(receive, headers, _MOST_FEEDBACK_BODY, memory=memory), memory)
         if not isinstance(is_dry := body.get("dryrun") or False, bool):
             raise RequestMalformed("dryrun must be true or false.")
-        feedback = await self._feedback.check(read_feedback(body, caller, key=headers.get("idempotency-key")))
+        with _saying_why_nothing_is_known(caller):
+            feedback = await self._feedback.check(read_feedback(body, caller, key=headers.get("idempotency-key")))
         if not is_dry:
             await self._feedback.store(feedback, memory)
         await send_json(send, {"feedback_id": feedback.id})
@@ -207,7 +208,8 @@ class GatewayApp:
         good, rejected, why = [], 0, ""
         for result in results:
             try:
-                good.append(await self._feedback.check(feedback_of(result, caller)))
+                with _saying_why_nothing_is_known(caller):
+                    good.append(await self._feedback.check(feedback_of(result, caller)))
             except GatewayError as error:
                 rejected, why = rejected + 1, f"{type(error).__name__}: {error}"
         stored = await asyncio.gather(*(self._feedback.store(each, memory) for each in good), return_exceptions=True)
@@ -244,6 +246,20 @@ class GatewayApp:
             await send_json(send, {"error": "metrics need the package prometheus_client"}, status=404)
         else:
             await send_bytes(send, self._metrics(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+@contextlib.contextmanager
+def _saying_why_nothing_is_known(caller: Caller) -> Iterator[None]:
+    """Give `InteractionUnknown` the reason that holds for every answer, if the caller's keys have no right to any."""
+    try:
+        yield
+    except InteractionUnknown as error:
+        if not caller.can_rate_nothing:
+            raise
+        raise InteractionUnknown(
+            f"{error.message} No answer belongs to the caller {caller.name}, because its keys are only for feedback.",
+            hint=f"Give the key that asks for the answers a line with the name {caller.name} in the gateway's --keys file, or add `all`.",
+        ) from None
 
 
 def feedback_of(result: EvaluationResult, caller: Caller) -> Feedback:

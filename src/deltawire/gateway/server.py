@@ -39,6 +39,8 @@ from .recording.known_ids import KnownIds
 from .recording.recorder import Recorder
 from .recording.uploads import Uploads
 
+_MOST_WARNINGS = 20
+
 
 def serve_gateway(
     url: Location,
@@ -51,7 +53,7 @@ def serve_gateway(
     on_ready: Callable[[str], Any] | None = None,
     on_event: OnEvent | None = None,
 ) -> None:
-    """Serve until `stop` is set. Answers that were begun are finished first.
+    """Serve until `stop` is set. Answers that were begun are finished first. Raises `UnusableKeys` before anything starts.
 
     Parameters
     ----------
@@ -72,10 +74,11 @@ def serve_gateway(
     on_event
         Called with each event, on the thread where it happened.
     """
+    keys = ApiKeys() if options.keys is None else ApiKeys.read(options.keys)  # before anything starts
     reading = reading or ReaderOptions(pin=False)
     store = reading.open_store(url, on_event=on_event)
     try:
-        asyncio.run(_Gateway(store, options, reading, on_event).serve(host, port, stop or threading.Event(), on_ready))
+        asyncio.run(_Gateway(store, options, keys, reading, on_event).serve(host, port, stop or threading.Event(), on_ready))
     finally:
         if store is not url:
             store.close()
@@ -84,8 +87,8 @@ def serve_gateway(
 class _Gateway:
     """All parts of a gateway, for the time that it serves."""
 
-    def __init__(self, store: Store, options: GatewayOptions, reading: ReaderOptions, on_event: OnEvent | None) -> None:
-        self._store, self._options, self._reading = store, options, reading
+    def __init__(self, store: Store, options: GatewayOptions, keys: ApiKeys, reading: ReaderOptions, on_event: OnEvent | None) -> None:
+        self._store, self._options, self._keys, self._reading = store, options, keys, reading
         self._prometheus = _prometheus()
         self._on_event = tell_all(on_event, self._prometheus)
 
@@ -93,7 +96,6 @@ class _Gateway:
         """Serve until the event is set."""
         options = self._options
         run = (await asyncio.to_thread(lambda: self._reading.open_log(self._store).run)).id
-        keys = ApiKeys() if options.keys is None else ApiKeys.read(options.keys)
         session = new_session(options.name)
         options.journal.mkdir(parents=True, exist_ok=True, mode=0o700)
         secret = options.user_key or _own_secret(options.journal)
@@ -154,7 +156,7 @@ class _Gateway:
                 pool,
                 proxy,
                 feedback,
-                keys,
+                self._keys,
                 memory=memory,
                 metrics=_text_of(self._prometheus),
                 on_event=self._on_event,
@@ -173,6 +175,8 @@ class _Gateway:
 
             def tell(address: str) -> None:
                 emit(self._on_event, "gateway-serving", url=address, session=session)
+                for name in self._keys.can_rate_nothing[:_MOST_WARNINGS]:
+                    emit(self._on_event, "caller-without-answers", caller=name)
                 if on_ready is not None:
                     on_ready(address)
 
