@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from gateway_scene import gateway, serving
 from scripted_engine import ScriptedEngine
 from tiny_policy import TinyPolicy

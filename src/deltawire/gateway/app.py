@@ -34,6 +34,7 @@ from .http.memory import MemoryBudget, Reservation
 from .http.origins import Origins
 from .http.requests import ROUTES, read_request
 from .http.stoppable import Stoppable
+from .metric_names import MetricNames
 from .options import GatewayOptions
 from .otlp import EvaluationResult, read_results, response_body
 from .proxy import Proxy
@@ -117,6 +118,8 @@ class GatewayApp:
         Answers requests.
     feedback
         Stores feedback.
+    names
+        Notices feedback for metrics that are not declared.
     keys
         The API keys.
     memory
@@ -134,6 +137,7 @@ class GatewayApp:
         pool: EnginePool,
         proxy: Proxy,
         feedback: FeedbackIntake,
+        names: MetricNames,
         keys: ApiKeys,
         *,
         memory: MemoryBudget,
@@ -141,7 +145,7 @@ class GatewayApp:
         on_event: OnEvent | None = None,
     ) -> None:
         self._options, self._session, self._pool, self._proxy, self._feedback = options, session, pool, proxy, feedback
-        self.keys = keys
+        self.keys, self._metric_names = keys, names
         self.names = {"localhost", *(name.lower() for name in options.names)}
         self.on_event = on_event
         self._memory, self._metrics = memory, metrics
@@ -194,9 +198,10 @@ class GatewayApp:
             raise RequestMalformed("dryrun must be true or false.")
         with _saying_why_nothing_is_known(caller):
             feedback = await self._feedback.check(read_feedback(body, caller, key=headers.get("idempotency-key")))
+        more = {"declared": False} if self._metric_names.is_undeclared(feedback.metric) else {}
         if not is_dry:
             await self._feedback.store(feedback, memory)
-        await send_json(send, {"feedback_id": feedback.id})
+        await send_json(send, {"feedback_id": feedback.id, **more})
 
     async def _take_otlp(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
         """Take evaluation results of an OpenTelemetry exporter. The answer counts unusable ones, as exporters expect."""
@@ -209,7 +214,9 @@ class GatewayApp:
         for result in results:
             try:
                 with _saying_why_nothing_is_known(caller):
-                    good.append(await self._feedback.check(feedback_of(result, caller)))
+                    feedback = await self._feedback.check(feedback_of(result, caller))
+                self._metric_names.is_undeclared(feedback.metric)
+                good.append(feedback)
             except GatewayError as error:
                 rejected, why = rejected + 1, f"{type(error).__name__}: {error}"
         stored = await asyncio.gather(*(self._feedback.store(each, memory) for each in good), return_exceptions=True)

@@ -94,6 +94,8 @@ class GatewayOptions:
         The most interactions that the gateway remembers for feedback. Each takes about 300 bytes.
     store_seconds
         Seconds that the store has to confirm feedback.
+    strict_metrics
+        Whether feedback is refused if its metric is not declared in the store.
     """
 
     engines: Sequence[EngineAddress]
@@ -117,6 +119,7 @@ class GatewayOptions:
     most_requests: int = 2048
     known_ids: int = 200_000
     store_seconds: float = 30.0
+    strict_metrics: bool = False
 
     def __post_init__(self) -> None:
         if not self.engines:

@@ -30,6 +30,7 @@ from .feedback import FeedbackIntake
 from .http.api_keys import ApiKeys
 from .http.http_server import ENDING_SECONDS, listen
 from .http.memory import MemoryBudget
+from .metric_names import MetricNames
 from .metrics_watch import MetricsWatch
 from .options import GatewayOptions
 from .proxy import Proxy
@@ -156,6 +157,7 @@ class _Gateway:
                 pool,
                 proxy,
                 feedback,
+                MetricNames(metrics, is_strict=options.strict_metrics, on_event=self._on_event),
                 self._keys,
                 memory=memory,
                 metrics=_text_of(self._prometheus),

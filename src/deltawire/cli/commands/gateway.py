@@ -32,6 +32,7 @@ _NOTICES = {
     "recording-stopped": "answers are no longer recorded: {reason}",
     "recording-resumed": "answers are recorded again",
     "interaction-unusable": "an answer cannot be recorded: {reason}",
+    "metric-undeclared": "the metric {metric!r} is not declared, so no trainer reads feedback for it",
     "feedback-waits": "feedback waits for the store: {reason}",
     "journal-recovered": "everything that session {session} left in the journal is in the store",
     "channel-unreadable": "a channel cannot be read: {reason}",
@@ -129,6 +130,9 @@ def gateway(
             "--redact", metavar="MODULE:FUNCTION", help="Ask this function what may be recorded (docs/live.md).", show_default=False
         ),
     ] = None,
+    strict_metrics: Annotated[
+        bool, typer.Option("--strict-metrics", help="Refuse feedback for metrics that the trainer has not declared.")
+    ] = False,
     patience: Annotated[float, typer.Option("--patience", min=0.1, metavar="SECONDS", help="Wait this long for an engine.")] = 300.0,
     most_bytes: Annotated[int, typer.Option("--most-bytes", min=1024, metavar="N", help="Refuse requests that are larger.")] = 32 << 20,
     memory_bytes: Annotated[
@@ -167,6 +171,7 @@ def gateway(
                 redact=_load(redact),
                 names=tuple(name or ()),
                 origins=tuple(origin or ()),
+                strict_metrics=strict_metrics,
                 patience=patience,
                 most_bytes=most_bytes,
                 memory_bytes=memory_bytes,

@@ -57,5 +57,12 @@ KINDS = (
             f.seconds("age_seconds", "The answer is this old, or the newest known answer of the episode.").maybe,
         ),
     ),
+    EventKind(
+        "metric-undeclared",
+        "warning",
+        "Feedback came for a metric that is not among the declared ones. It is stored, and no trainer reads it. The gateway tells each "
+        "name once, and at most 100.",
+        (f.text("metric", "This is the metric."),),
+    ),
     EventKind("feedback-waits", "warning", "The store does not take feedback. Its senders are told to send it again.", (f.REASON,)),
 )
