@@ -43,6 +43,9 @@ _MOST_FEEDBACK_BODY = 64 << 10
 _MOST_OTLP_BODY = 4 << 20
 _LABELS = {"true": True, "pass": True, "yes": True, "false": False, "fail": False, "no": False}
 
+_MODELS_SECONDS = 5.0
+"""People look at the list of models to see whether anything answers, so it does not wait as long as a request."""
+
 _RESULT_BYTES = 4 << 10
 """The memory for an evaluation result and the task that stores it."""
 
@@ -230,11 +233,12 @@ class GatewayApp:
 
     async def _models(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
         for _ in range(3):
-            engine = await self._pool.take(self._pool.main)
+            engine = await self._pool.take(self._pool.main, most=_MODELS_SECONDS)
+            url = engine.address.url + "/v1/models"
             try:
-                found = await self._pool.get(engine.address.url + "/v1/models", most=self._options.most_bytes, memory=memory)
+                found = await self._pool.get(url, most=self._options.most_bytes, memory=memory, seconds=_MODELS_SECONDS)
             except (NoAnswer, EngineLost) as error:
-                self._pool.lost(engine, str(error))
+                self._pool.lost(engine, error)
                 continue
             finally:
                 self._pool.give_back(engine)
@@ -243,7 +247,7 @@ class GatewayApp:
         raise GatewayBusy("the engines were lost while they answered.")
 
     async def _health(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
-        up = sum(engine.up for engine in self._pool.engines)
+        up = self._pool.ready
         await send_json(send, {"session": self._session, "engines": len(self._pool.engines), "up": up}, status=200 if up else 503)
 
     async def _tell_metrics(

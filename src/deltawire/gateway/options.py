@@ -33,6 +33,11 @@ class EngineAddress:
     url: str
     channel: str | None = None
 
+    def __post_init__(self) -> None:
+        base = self.url.rstrip("/")
+        if base.endswith("/v1"):
+            raise ValueError(f"the gateway adds /v1 to {self.url!r} itself; write {base.removesuffix('/v1').rstrip('/')}")
+
     @classmethod
     def parse(cls, text: str) -> EngineAddress:
         """Read [CHANNEL=]URL. Raises `ValueError` for anything else."""

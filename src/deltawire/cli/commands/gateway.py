@@ -26,8 +26,8 @@ _LONGEST_ENDING = 45.0
 _NOTICES = {
     "caller-without-answers": "the caller {caller} can rate nothing, because all its keys are for feedback without `all`: give it a key "
     "without `feedback` too",
-    "engine-away": "{engine} does not answer: {reason}",
-    "engine-back": "{engine} answers, with commit {seq}",
+    "engine-away": "the engine {engine} does not answer: {reason}",
+    "engine-back": "the engine {engine} answers, with commit {seq}",
     "recording-waits": "interactions stay in the journal: {reason}",
     "recording-stopped": "answers are no longer recorded: {reason}",
     "recording-resumed": "answers are recorded again",

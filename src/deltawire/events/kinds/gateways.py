@@ -28,7 +28,12 @@ KINDS = (
     EventKind(
         "request-refused", "info", "The gateway refused a request.", (_ROUTE, f.integer("status", "This is the HTTP status."), f.ERROR)
     ),
-    EventKind("engine-away", "warning", "An engine does not answer. It gets no requests until it does.", (_URL, f.REASON)),
+    EventKind(
+        "engine-away",
+        "warning",
+        "An engine does not answer, perhaps since the gateway started. It gets no requests until it does.",
+        (_URL, f.REASON),
+    ),
     EventKind("engine-back", "info", "An engine answers.", (_URL, f.SEQ.maybe)),
     EventKind("channel-unreadable", "warning", "A channel cannot be read. Users stay in the channels that are known.", (f.REASON,)),
     EventKind(
