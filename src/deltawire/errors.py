@@ -80,6 +80,8 @@
     │   └── CorruptFeedback         a file of feedback breaks a rule of docs/protocol.md
     ├── GatewayError                a gateway refuses a request
     │   ├── RequestMalformed        the body, a header or a value breaks a rule
+    │   ├── RouteUnknown            the gateway does not have the route
+    │   ├── MethodUnknown           the route does not take the method of the request
     │   ├── RequestTooLarge         the body is larger than the gateway accepts
     │   ├── RequestSlow             the body did not arrive in time
     │   ├── KeyRefused              the API key is missing, unknown, or not meant for this route
@@ -636,6 +638,19 @@ class RequestMalformed(GatewayError):
 
     hint = "Correct the request. The page 'Learn from live traffic' of the documentation describes each route."
     status = 400
+
+
+class RouteUnknown(GatewayError):
+    """The gateway does not have the route of a request."""
+
+    hint = "Set base_url to the address of the gateway with /v1 at its end."
+    status = 404
+
+
+class MethodUnknown(GatewayError):
+    """A route does not take the method of a request."""
+
+    status = 405
 
 
 class RequestTooLarge(GatewayError):

@@ -8,7 +8,17 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from ..dashboard.host_names import accepts_host
-from ..errors import EngineLost, GatewayBusy, GatewayError, HostRefused, InteractionUnknown, KeyRefused, RequestMalformed
+from ..errors import (
+    EngineLost,
+    GatewayBusy,
+    GatewayError,
+    HostRefused,
+    InteractionUnknown,
+    KeyRefused,
+    MethodUnknown,
+    RequestMalformed,
+    RouteUnknown,
+)
 from ..events import OnEvent, emit
 from ..format.feedback import Feedback
 from .engine_client import NoAnswer
@@ -61,14 +71,19 @@ class Endpoint:
         The gateway.
     handler
         Answers requests.
+    method
+        The method that the route takes: GET, and then also HEAD, or POST. None takes all.
     is_open
         Whether the route needs no API key.
     is_feedback
         Whether callers who may send only feedback may use it.
     """
 
-    def __init__(self, gateway: GatewayApp, handler: Handler, *, is_open: bool = False, is_feedback: bool = False) -> None:
+    def __init__(
+        self, gateway: GatewayApp, handler: Handler, *, method: str | None, is_open: bool = False, is_feedback: bool = False
+    ) -> None:
         self._gateway, self._handler, self._is_open, self._is_feedback = gateway, handler, is_open, is_feedback
+        self._methods = {"GET": ("GET", "HEAD"), "POST": ("POST",), None: ()}[method]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -87,6 +102,8 @@ class Endpoint:
             await send(message)
 
         try:
+            if self._methods and scope["method"] not in self._methods:
+                raise MethodUnknown(f"{scope['path']} takes {self._methods[0]} and not {scope['method'][:20]}.")
             if not accepts_host(headers.get("host"), self._gateway.names):
                 raise HostRefused("this gateway does not have that name.")
             caller = Caller() if self._is_open else self._gateway.keys.caller(headers)
@@ -103,6 +120,8 @@ class Endpoint:
             if has_body:
                 await discard_body(receive)
             more = {"www-authenticate": "Bearer"} if error.status == 401 else {"retry-after": "1"} if error.retryable else {}
+            if isinstance(error, MethodUnknown):
+                more = {"allow": ", ".join(self._methods)}
             await send_json(send, error_body(error), status=error.status, headers={**more, "connection": "close"})
 
 
@@ -153,6 +172,7 @@ class GatewayApp:
         self.on_event = on_event
         self._memory, self._metrics = memory, metrics
         self._requests = 0
+        self._routes = ""
 
     def build(self) -> Any:
         """Return the application for a server."""
@@ -160,13 +180,15 @@ class GatewayApp:
         from starlette.routing import Route
 
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-        for path in ROUTES:
-            app.router.routes.append(Route(path, Endpoint(self, self._answer), methods=["POST"]))
-        for path, handler in (("/feedback", self._take_feedback), ("/v1/logs", self._take_otlp), ("/v1/traces", self._take_otlp)):
-            app.router.routes.append(Route(path, Endpoint(self, handler, is_feedback=True), methods=["POST"]))
-        app.router.routes.append(Route("/v1/models", Endpoint(self, self._models), methods=["GET"]))
-        app.router.routes.append(Route("/healthz", Endpoint(self, self._health, is_open=True), methods=["GET"]))
-        app.router.routes.append(Route("/metrics", Endpoint(self, self._tell_metrics, is_open=True), methods=["GET"]))
+        takes = {path: Endpoint(self, self._answer, method="POST") for path in ROUTES}
+        takes["/v1/models"] = Endpoint(self, self._models, method="GET")
+        takes["/feedback"] = Endpoint(self, self._take_feedback, method="POST", is_feedback=True)
+        takes |= {path: Endpoint(self, self._take_otlp, method="POST", is_feedback=True) for path in ("/v1/logs", "/v1/traces")}
+        takes["/healthz"] = Endpoint(self, self._health, method="GET", is_open=True)
+        takes["/metrics"] = Endpoint(self, self._tell_metrics, method="GET", is_open=True)
+        app.router.routes.extend(Route(path, endpoint) for path, endpoint in takes.items())
+        self._routes = ", ".join(takes)
+        app.router.default = Endpoint(self, self._refuse_route, method=None, is_open=True)
         return Origins(app, self._options.origins, self.names) if self._options.origins else app
 
     @contextlib.contextmanager
@@ -245,6 +267,11 @@ class GatewayApp:
             await send_bytes(send, found.data, found.kind, status=found.status)
             return
         raise GatewayBusy("the engines were lost while they answered.")
+
+    async def _refuse_route(
+        self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send
+    ) -> None:
+        raise RouteUnknown(f"this gateway has no route {str(scope['path'])[:80]!r}; it has {self._routes}.")
 
     async def _health(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
         up = self._pool.ready

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from ..chain.reader_options import ReaderOptions
 from ..engines.routed_experts import ModelRouters, routers_of_files
-from ..errors import TelemetryUnavailable
+from ..errors import RequestMalformed, TelemetryUnavailable
 from ..events import OnEvent, emit, tell_all
 from ..format.live_parts import new_session
 from ..store.base import Store
@@ -182,7 +182,10 @@ class _Gateway:
                 if on_ready is not None:
                     on_ready(address)
 
-            await listen(app, host, port, stop, tell)
+            def count() -> None:
+                emit(self._on_event, "request-refused", route="-", status=400, error=RequestMalformed.__name__)
+
+            await listen(app, host, port, stop, tell, on_bad_head=count)
 
     async def _end_recording(self, recorder: Recorder, uploads: Uploads, journal: Journal, ended: list[Journal]) -> None:
         await recorder.close(ENDING_SECONDS)
