@@ -35,7 +35,7 @@ from .metrics_watch import MetricsWatch
 from .options import GatewayOptions
 from .proxy import Proxy
 from .recording.id_log import IdLog
-from .recording.journal import Journal, ended_sessions
+from .recording.journal import Journal, ended_sessions, sessions_in_use
 from .recording.known_ids import KnownIds
 from .recording.recorder import Recorder
 from .recording.uploads import Uploads
@@ -98,10 +98,11 @@ class _Gateway:
         options = self._options
         run = (await asyncio.to_thread(lambda: self._reading.open_log(self._store).run)).id
         session = new_session(options.name)
-        options.journal.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_folder(options.journal)
         secret = options.user_key or _own_secret(options.journal)
         async with contextlib.AsyncExitStack() as open_parts:
             ended = list(ended_sessions(options.journal))
+            shared = sessions_in_use(options.journal, options.name, ended)
             journal = Journal(options.journal, session)
             client = await open_parts.enter_async_context(EngineClient())
             names = {address.channel for address in options.engines}
@@ -177,6 +178,8 @@ class _Gateway:
 
             def tell(address: str) -> None:
                 emit(self._on_event, "gateway-serving", url=address, session=session)
+                for other in shared[:_MOST_WARNINGS]:
+                    emit(self._on_event, "gateway-name-used", session=other)
                 for name in self._keys.can_rate_nothing[:_MOST_WARNINGS]:
                     emit(self._on_event, "caller-without-answers", caller=name)
                 if on_ready is not None:
@@ -197,6 +200,13 @@ class _Gateway:
 
     def _routers(self) -> ModelRouters | None:
         return routers_of_files(read_model_files(self._store, options=self._reading))
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except FileExistsError:
+        raise NotADirectoryError(f"the journal {path} is not a directory; name one with --journal") from None
 
 
 def _own_secret(folder: Path) -> bytes:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _PORT = 7800
 _LONGEST_ENDING = 45.0
 _NOTICES = {
+    "gateway-name-used": "another gateway that runs has the same --gateway name and --journal (session {session}): give it another name",
     "caller-without-answers": "the caller {caller} can rate nothing, because all its keys are for feedback without `all`: give it a key "
     "without `feedback` too",
     "engine-away": "the engine {engine} does not answer: {reason}",

@@ -13,6 +13,12 @@ _NUMBER = f.integer("number", "This is the number of the file among those of the
 KINDS = (
     EventKind("gateway-serving", "info", "The gateway accepts requests.", (f.text("url", "This is its address."), _SESSION)),
     EventKind(
+        "gateway-name-used",
+        "warning",
+        "Another gateway with this name uses the same journal. Give each gateway a name of its own.",
+        (_SESSION,),
+    ),
+    EventKind(
         "caller-without-answers",
         "warning",
         "All keys of a caller are for feedback without `all`, so no answer is its own, and it can rate none.",
