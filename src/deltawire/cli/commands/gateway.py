@@ -97,7 +97,7 @@ def gateway(
         typer.Option(
             "--journal",
             metavar="DIR",
-            help="Keep here what the store does not have yet. The default is a directory of this user.",
+            help="Keep here what the store does not have yet. The default is ~/.local/state/deltawire/gateway.",
             show_default=False,
         ),
     ] = None,
