@@ -80,6 +80,8 @@
     │   └── CorruptFeedback         a file of feedback breaks a rule of docs/protocol.md
     ├── GatewayError                a gateway refuses a request
     │   ├── RequestMalformed        the body, a header or a value breaks a rule
+    │   ├── RouteUnknown            the gateway does not have the route
+    │   ├── MethodUnknown           the route does not take the method of the request
     │   ├── RequestTooLarge         the body is larger than the gateway accepts
     │   ├── RequestSlow             the body did not arrive in time
     │   ├── KeyRefused              the API key is missing, unknown, or not meant for this route
@@ -100,6 +102,7 @@
     │   ├── UnsupportedRouting      the model's way to choose experts is not known
     │   ├── UnusableRouting         recorded experts do not fit the model or the batch
     │   └── TrainingFailed          training fails even without the suspicious results
+    ├── UnusableKeys                a gateway cannot read its file of API keys
     ├── UnusableGate                a gate cannot decide by the limits or numbers that it was given
     ├── UnusablePlan                a number that the planner was given cannot be used
     ├── TelemetryUnavailable        metrics, logs or traces cannot be passed on
@@ -633,8 +636,21 @@ class GatewayError(DeltawireError):
 class RequestMalformed(GatewayError):
     """The body of a request, a header or a value breaks a rule."""
 
-    hint = "Correct the request. docs/live.md describes each route."
+    hint = "Correct the request. The page 'Learn from live traffic' of the documentation describes each route."
     status = 400
+
+
+class RouteUnknown(GatewayError):
+    """The gateway does not have the route of a request."""
+
+    hint = "Set base_url to the address of the gateway with /v1 at its end."
+    status = 404
+
+
+class MethodUnknown(GatewayError):
+    """A route does not take the method of a request."""
+
+    status = 405
 
 
 class RequestTooLarge(GatewayError):
@@ -775,6 +791,12 @@ class TrainingFailed(TrainingError):
     """Training fails even without the suspicious results. Nothing of the failed step was published."""
 
     hint = 'Read the events "step-skipped" and "rollout-rejected", correct the causes that they name, and start the trainer again.'
+
+
+class UnusableKeys(DeltawireError):
+    """A gateway cannot use its file of API keys."""
+
+    hint = "Each line is: NAME SHA256 [feedback] [all]. The second word is what `printf %s \"$KEY\" | sha256sum | cut -d' ' -f1` prints."
 
 
 class UnusableGate(DeltawireError):

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.errors import GatewayError, RequestMalformed
+from deltawire.errors import GatewayError, RequestMalformed, UnusableKeys
 from deltawire.format.live_parts import new_inference_id
 from deltawire.format.records.live_records import Metric, Metrics
 from deltawire.gateway.feedback import read_feedback
@@ -179,7 +179,7 @@ def test_callers_give_feedback_on_their_own_answers_unless_they_may_on_all(engin
         scene.wait_for(name[9:])
         assert scene.interactions()[0].interactions[0].caller == "app"
     (tmp_path / "keys").write_text("app deadbeef")
-    with pytest.raises(ValueError, match="line 1"), gateway(store, tmp_path, engine, keys=tmp_path / "keys"):
+    with pytest.raises(UnusableKeys, match="line 1"), gateway(store, tmp_path, engine, keys=tmp_path / "keys"):
         pass
 
 

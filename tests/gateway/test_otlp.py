@@ -88,19 +88,32 @@ def test_results_that_cannot_be_used_are_counted_in_the_answer(scene: Scene) -> 
     assert len([each for file in stored_feedback(scene.store) for each in file.feedback]) == 1
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"timeUnixNano": 1e999},
-        {"timeUnixNano": [1]},
-        {"attributes": [{"key": "gen_ai.evaluation.score.value", "value": {"doubleValue": 10**400}}]},
-        {"attributes": [{"key": "a", "value": {"intValue": "9" * 5000}}]},
-        {"attributes": [7]},
-        {"attributes": {"key": 1}},
-    ],
-    ids=["infinite time", "no time", "large number", "long number", "no attribute", "no list"],
-)
-def test_numbers_of_any_size_are_refused(changed: dict[str, Any]) -> None:
-    body = {"resourceLogs": [{"scopeLogs": [{"logRecords": [{"eventName": EVENT, **changed}]}]}]}
-    with pytest.raises(RequestMalformed):
+LONG = "9" * 5000
+JUNK: dict[str, dict[str, Any]] = {
+    "timeUnixNano must be a whole number of at most 64 bits": {"timeUnixNano": 1e999},
+    "timeUnixNano must be a whole number": {"timeUnixNano": [1]},
+    "timeUnixNano must be a": {"timeUnixNano": LONG},
+    "doubleValue must be a number": {"attributes": [{"key": "gen_ai.evaluation.score.value", "value": {"doubleValue": 10**400}}]},
+    "intValue must be a whole number of at most 64 bits": {"attributes": [{"key": "a", "value": {"intValue": LONG}}]},
+    "intValue must be": {"attributes": [{"key": "a", "value": {"intValue": 1 << 64}}]},
+    "attributes must be a list of objects": {"attributes": [7]},
+    "attributes must be a list": {"attributes": {"key": 1}},
+    "the key of an attribute must be a text": {"attributes": [{"value": {}}]},
+    "the value of an attribute must be an object": {"attributes": [{"key": "a", "value": 7}]},
+}
+
+
+@pytest.mark.parametrize("told", JUNK)
+def test_what_no_exporter_sends_is_refused_with_the_field_and_what_it_must_be(told: str) -> None:
+    body = {"resourceLogs": [{"scopeLogs": [{"logRecords": [{"eventName": EVENT, **JUNK[told]}]}]}]}
+    with pytest.raises(RequestMalformed, match=f"exporter sends: {told}") as caught:
         read_results(json.dumps(body).replace("Infinity", "1e999").encode(), "application/json", is_traces=False)
+    assert len(str(caught.value)) < 400
+    assert not any(word in str(caught.value) for word in ("Error", "sys.", "NoneType", "int("))
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff", b"\x0a\xff", b"\x0a", b"\x0b"])
+def test_what_is_no_protobuf_is_refused_in_words(data: bytes) -> None:
+    with pytest.raises(RequestMalformed, match="it is no protobuf message with traces") as caught:
+        read_results(data, "application/x-protobuf", is_traces=True)
+    assert "Error(" not in str(caught.value)

@@ -20,7 +20,7 @@ from gateway_scene import Scene, gateway, serving, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltawire.errors import GatewayError, RequestSlow, RequestTooLarge
+from deltawire.errors import GatewayError, RequestMalformed, RequestSlow, RequestTooLarge, UnusableKeys
 from deltawire.format.interactions import ConversationText, Message
 from deltawire.gateway.http.api_keys import ApiKeys, Caller
 from deltawire.gateway.http.bodies import parse_object, read_body
@@ -225,5 +225,21 @@ def test_small_bodies_that_would_be_large_in_memory_are_refused() -> None:
 
 def test_the_hash_of_no_key_lets_nobody_in(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"app {hashlib.sha256(b'').hexdigest()}")
-    with pytest.raises(ValueError, match="not empty"):
+    with pytest.raises(UnusableKeys, match="an empty key"):
         ApiKeys.read(tmp_path / "keys")
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b'{"a": ' + b"9" * 5000 + b"}", "the body has a number with too many digits"),
+        (b'{"a": NaN}', "the body is not JSON: NaN is not a number in JSON"),
+        (b'{"a"\xff', "the body is not JSON: its byte 4 is no UTF-8"),
+        (b"{", "the body is not JSON: Expecting property name"),
+    ],
+    ids=["digits", "NaN", "bytes", "end"],
+)
+def test_a_body_that_is_no_json_is_refused_in_words(data: bytes, told: str) -> None:
+    with pytest.raises(RequestMalformed, match=told) as caught:
+        parse_object(data)
+    assert "sys." not in str(caught.value)

@@ -8,6 +8,7 @@
     engine_client.py   sends requests to engines
     channel_watch.py   knows which versions are on a channel, and which users belong to it
     metrics_watch.py   knows which metrics are declared in the store
+    metric_names.py    notices feedback for metrics that are not declared
     feedback.py        checks feedback, and writes it to the store before it is acknowledged
     otlp.py            reads evaluation results from OpenTelemetry exporters
     http/              the HTTP server, the bodies of requests, and who may send one

@@ -8,7 +8,17 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from ..dashboard.host_names import accepts_host
-from ..errors import EngineLost, GatewayBusy, GatewayError, HostRefused, KeyRefused, RequestMalformed
+from ..errors import (
+    EngineLost,
+    GatewayBusy,
+    GatewayError,
+    HostRefused,
+    InteractionUnknown,
+    KeyRefused,
+    MethodUnknown,
+    RequestMalformed,
+    RouteUnknown,
+)
 from ..events import OnEvent, emit
 from ..format.feedback import Feedback
 from .engine_client import NoAnswer
@@ -34,6 +44,7 @@ from .http.memory import MemoryBudget, Reservation
 from .http.origins import Origins
 from .http.requests import ROUTES, read_request
 from .http.stoppable import Stoppable
+from .metric_names import MetricNames
 from .options import GatewayOptions
 from .otlp import EvaluationResult, read_results, response_body
 from .proxy import Proxy
@@ -41,6 +52,9 @@ from .proxy import Proxy
 _MOST_FEEDBACK_BODY = 64 << 10
 _MOST_OTLP_BODY = 4 << 20
 _LABELS = {"true": True, "pass": True, "yes": True, "false": False, "fail": False, "no": False}
+
+_MODELS_SECONDS = 5.0
+"""People look at the list of models to see whether anything answers, so it does not wait as long as a request."""
 
 _RESULT_BYTES = 4 << 10
 """The memory for an evaluation result and the task that stores it."""
@@ -57,14 +71,19 @@ class Endpoint:
         The gateway.
     handler
         Answers requests.
+    method
+        The method that the route takes: GET, and then also HEAD, or POST. None takes all.
     is_open
         Whether the route needs no API key.
     is_feedback
         Whether callers who may send only feedback may use it.
     """
 
-    def __init__(self, gateway: GatewayApp, handler: Handler, *, is_open: bool = False, is_feedback: bool = False) -> None:
+    def __init__(
+        self, gateway: GatewayApp, handler: Handler, *, method: str | None, is_open: bool = False, is_feedback: bool = False
+    ) -> None:
         self._gateway, self._handler, self._is_open, self._is_feedback = gateway, handler, is_open, is_feedback
+        self._methods = {"GET": ("GET", "HEAD"), "POST": ("POST",), None: ()}[method]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -83,6 +102,8 @@ class Endpoint:
             await send(message)
 
         try:
+            if self._methods and scope["method"] not in self._methods:
+                raise MethodUnknown(f"{scope['path']} takes {self._methods[0]} and not {scope['method'][:20]}.")
             if not accepts_host(headers.get("host"), self._gateway.names):
                 raise HostRefused("this gateway does not have that name.")
             caller = Caller() if self._is_open else self._gateway.keys.caller(headers)
@@ -99,6 +120,8 @@ class Endpoint:
             if has_body:
                 await discard_body(receive)
             more = {"www-authenticate": "Bearer"} if error.status == 401 else {"retry-after": "1"} if error.retryable else {}
+            if isinstance(error, MethodUnknown):
+                more = {"allow": ", ".join(self._methods)}
             await send_json(send, error_body(error), status=error.status, headers={**more, "connection": "close"})
 
 
@@ -117,6 +140,8 @@ class GatewayApp:
         Answers requests.
     feedback
         Stores feedback.
+    names
+        Notices feedback for metrics that are not declared.
     keys
         The API keys.
     memory
@@ -134,6 +159,7 @@ class GatewayApp:
         pool: EnginePool,
         proxy: Proxy,
         feedback: FeedbackIntake,
+        names: MetricNames,
         keys: ApiKeys,
         *,
         memory: MemoryBudget,
@@ -141,11 +167,12 @@ class GatewayApp:
         on_event: OnEvent | None = None,
     ) -> None:
         self._options, self._session, self._pool, self._proxy, self._feedback = options, session, pool, proxy, feedback
-        self.keys = keys
+        self.keys, self._metric_names = keys, names
         self.names = {"localhost", *(name.lower() for name in options.names)}
         self.on_event = on_event
         self._memory, self._metrics = memory, metrics
         self._requests = 0
+        self._routes = ""
 
     def build(self) -> Any:
         """Return the application for a server."""
@@ -153,13 +180,15 @@ class GatewayApp:
         from starlette.routing import Route
 
         app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-        for path in ROUTES:
-            app.router.routes.append(Route(path, Endpoint(self, self._answer), methods=["POST"]))
-        for path, handler in (("/feedback", self._take_feedback), ("/v1/logs", self._take_otlp), ("/v1/traces", self._take_otlp)):
-            app.router.routes.append(Route(path, Endpoint(self, handler, is_feedback=True), methods=["POST"]))
-        app.router.routes.append(Route("/v1/models", Endpoint(self, self._models), methods=["GET"]))
-        app.router.routes.append(Route("/healthz", Endpoint(self, self._health, is_open=True), methods=["GET"]))
-        app.router.routes.append(Route("/metrics", Endpoint(self, self._tell_metrics, is_open=True), methods=["GET"]))
+        takes = {path: Endpoint(self, self._answer, method="POST") for path in ROUTES}
+        takes["/v1/models"] = Endpoint(self, self._models, method="GET")
+        takes["/feedback"] = Endpoint(self, self._take_feedback, method="POST", is_feedback=True)
+        takes |= {path: Endpoint(self, self._take_otlp, method="POST", is_feedback=True) for path in ("/v1/logs", "/v1/traces")}
+        takes["/healthz"] = Endpoint(self, self._health, method="GET", is_open=True)
+        takes["/metrics"] = Endpoint(self, self._tell_metrics, method="GET", is_open=True)
+        app.router.routes.extend(Route(path, endpoint) for path, endpoint in takes.items())
+        self._routes = ", ".join(takes)
+        app.router.default = Endpoint(self, self._refuse_route, method=None, is_open=True)
         return Origins(app, self._options.origins, self.names) if self._options.origins else app
 
     @contextlib.contextmanager
@@ -192,10 +221,12 @@ class GatewayApp:
         body = parse_object(await read_body(receive, headers, _MOST_FEEDBACK_BODY, memory=memory), memory)
         if not isinstance(is_dry := body.get("dryrun") or False, bool):
             raise RequestMalformed("dryrun must be true or false.")
-        feedback = await self._feedback.check(read_feedback(body, caller, key=headers.get("idempotency-key")))
+        with _saying_why_nothing_is_known(caller):
+            feedback = await self._feedback.check(read_feedback(body, caller, key=headers.get("idempotency-key")))
+        more = {"declared": False} if self._metric_names.is_undeclared(feedback.metric) else {}
         if not is_dry:
             await self._feedback.store(feedback, memory)
-        await send_json(send, {"feedback_id": feedback.id})
+        await send_json(send, {"feedback_id": feedback.id, **more})
 
     async def _take_otlp(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
         """Take evaluation results of an OpenTelemetry exporter. The answer counts unusable ones, as exporters expect."""
@@ -207,7 +238,10 @@ class GatewayApp:
         good, rejected, why = [], 0, ""
         for result in results:
             try:
-                good.append(await self._feedback.check(feedback_of(result, caller)))
+                with _saying_why_nothing_is_known(caller):
+                    feedback = await self._feedback.check(feedback_of(result, caller))
+                self._metric_names.is_undeclared(feedback.metric)
+                good.append(feedback)
             except GatewayError as error:
                 rejected, why = rejected + 1, f"{type(error).__name__}: {error}"
         stored = await asyncio.gather(*(self._feedback.store(each, memory) for each in good), return_exceptions=True)
@@ -221,11 +255,12 @@ class GatewayApp:
 
     async def _models(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
         for _ in range(3):
-            engine = await self._pool.take(self._pool.main)
+            engine = await self._pool.take(self._pool.main, most=_MODELS_SECONDS)
+            url = engine.address.url + "/v1/models"
             try:
-                found = await self._pool.get(engine.address.url + "/v1/models", most=self._options.most_bytes, memory=memory)
+                found = await self._pool.get(url, most=self._options.most_bytes, memory=memory, seconds=_MODELS_SECONDS)
             except (NoAnswer, EngineLost) as error:
-                self._pool.lost(engine, str(error))
+                self._pool.lost(engine, error)
                 continue
             finally:
                 self._pool.give_back(engine)
@@ -233,8 +268,13 @@ class GatewayApp:
             return
         raise GatewayBusy("the engines were lost while they answered.")
 
+    async def _refuse_route(
+        self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send
+    ) -> None:
+        raise RouteUnknown(f"this gateway has no route {str(scope['path'])[:80]!r}; it has {self._routes}.")
+
     async def _health(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
-        up = sum(engine.up for engine in self._pool.engines)
+        up = self._pool.ready
         await send_json(send, {"session": self._session, "engines": len(self._pool.engines), "up": up}, status=200 if up else 503)
 
     async def _tell_metrics(
@@ -244,6 +284,20 @@ class GatewayApp:
             await send_json(send, {"error": "metrics need the package prometheus_client"}, status=404)
         else:
             await send_bytes(send, self._metrics(), "text/plain; version=0.0.4; charset=utf-8")
+
+
+@contextlib.contextmanager
+def _saying_why_nothing_is_known(caller: Caller) -> Iterator[None]:
+    """Give `InteractionUnknown` the reason that holds for every answer, if the caller's keys have no right to any."""
+    try:
+        yield
+    except InteractionUnknown as error:
+        if not caller.can_rate_nothing:
+            raise
+        raise InteractionUnknown(
+            f"{error.message} No answer belongs to the caller {caller.name}, because its keys are only for feedback.",
+            hint=f"Give the key that asks for the answers a line with the name {caller.name} in the gateway's --keys file, or add `all`.",
+        ) from None
 
 
 def feedback_of(result: EvaluationResult, caller: Caller) -> Feedback:

@@ -80,6 +80,10 @@ class ChannelWatch:
         known = self._now.seqs.get(channel, ())
         return known.index(seq) if seq in known else None
 
+    def exists(self, channel: str | None) -> bool:
+        """Return whether a channel had a version at the last look. None is the chain itself."""
+        return channel is None or channel in self._now.seqs
+
     def channel_of(self, user: str) -> str | None:
         """Return the channel that a user belongs to."""
         others = [move for name, move in self._now.moves.items() if name != self._main]

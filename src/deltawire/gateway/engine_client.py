@@ -33,11 +33,14 @@ class NoAnswer(Exception):
         What happened.
     was_sent
         Whether the engine may have got the request.
+    short
+        What happened, for callers of the gateway: it names no host and no program. By default it is the reason.
     """
 
-    def __init__(self, reason: str, *, was_sent: bool) -> None:
+    def __init__(self, reason: str, *, was_sent: bool, short: str | None = None) -> None:
         super().__init__(reason)
         self.was_sent = was_sent
+        self.short = short or reason
 
 
 class EngineResponse:
@@ -66,7 +69,7 @@ class EngineResponse:
             try:
                 chunk = await content.readany()
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-                raise NoAnswer(_reason(error), was_sent=True) from None
+                raise _no_answer(error, was_sent=True, begun=True) from None
             if chunk:
                 yield chunk
             elif content.at_eof():
@@ -153,9 +156,9 @@ class EngineClient:
         except BaseException as error:
             self._busy -= 1
             if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
-                raise NoAnswer(_reason(error), was_sent=False) from None
+                raise _no_answer(error, was_sent=False) from None
             if isinstance(error, (aiohttp.ClientError, asyncio.TimeoutError, OSError)):
-                raise NoAnswer(_reason(error), was_sent=True) from None
+                raise _no_answer(error, was_sent=True) from None
             raise
         response = EngineResponse(found, self)
         if not 200 <= response.status < 600:  # aiohttp does not check it, and the server of the gateway can send no others
@@ -164,5 +167,30 @@ class EngineClient:
         return response
 
 
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error)[:200]}"
+def _no_answer(error: BaseException, *, was_sent: bool, begun: bool = False) -> NoAnswer:
+    """Return what an error of aiohttp means.
+
+    Parameters
+    ----------
+    error
+        The error.
+    was_sent
+        Whether the engine may have got the request.
+    begun
+        Whether the head of the answer was there.
+    """
+    import aiohttp
+
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        short = "its certificate is not trusted"
+    elif not was_sent:
+        short = "it accepts no connection"
+    elif isinstance(error, asyncio.TimeoutError):
+        short = "it was silent for too long"
+    elif begun:
+        short = "it ended its answer early"
+    elif isinstance(error, (aiohttp.ServerDisconnectedError, OSError)):
+        short = "it closed the connection without an answer"
+    else:
+        short = "its answer is not HTTP"
+    return NoAnswer(f"{short} ({type(error).__name__}: {str(error)[:200]})", was_sent=was_sent, short=short)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from ..engines.answer_table import ENGINE_ROUTE
-from ..errors import EngineLost, EnginesAway
+from ..errors import DeltawireError, EngineLost, EnginesAway
 from ..events import OnEvent, emit
-from .engine_client import EngineClient
+from .engine_client import EngineClient, NoAnswer
 from .http.memory import Reservation
 from .http.stoppable import Stoppable
 from .options import EngineAddress
@@ -33,6 +33,9 @@ class Channels(Protocol):
     def rank(self, channel: str | None, seq: int | None) -> int | None:
         """Return how good a version is for a channel: 0 for its present version, more for earlier ones, None if it was never there."""
 
+    def exists(self, channel: str | None) -> bool:
+        """Return whether there is a channel of that name. There is always the chain itself, None."""
+
 
 @dataclass(slots=True, eq=False)
 class PooledEngine:
@@ -44,6 +47,8 @@ class PooledEngine:
         Its address and channel.
     up
         Whether it answers.
+    problem
+        What was wrong when it was found away, without details of its host. None if it never was, or is back.
     seq
         The number of its version. None if it has none, or does not tell.
     keeps_answers
@@ -58,6 +63,7 @@ class PooledEngine:
 
     address: EngineAddress
     up: bool = False
+    problem: str | None = None
     seq: int | None = None
     keeps_answers: bool = False
     running: bool = True
@@ -92,7 +98,7 @@ class EnginePool:
     patience
         Seconds that a request waits for an engine.
     on_event
-        Called with "engine-away" and "engine-back".
+        Called with "engine-away" and "engine-back". Only these tell details of what is wrong.
     """
 
     def __init__(
@@ -140,12 +146,27 @@ class EnginePool:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def take(self, channel: str | None, avoided: PooledEngine | None = None) -> PooledEngine:
-        """Return an engine for a request of this channel, and count the request. Raises `EnginesAway` after `patience`.
+    @property
+    def ready(self) -> int:
+        """The number of engines that answer and whose channel exists."""
+        return sum(engine.up and self._channels.exists(engine.address.channel) for engine in self.engines)
+
+    async def take(self, channel: str | None, avoided: PooledEngine | None = None, *, most: float | None = None) -> PooledEngine:
+        """Return an engine for a request of this channel, and count the request. Raises `EnginesAway` if none can answer in time.
 
         If no engine of the channel can answer, one of the main channel does.
+
+        Parameters
+        ----------
+        channel
+            The channel.
+        avoided
+            An engine that is used only if there is no other.
+        most
+            Wait at most this many seconds, and never longer than `patience`.
         """
-        deadline = asyncio.get_running_loop().time() + self._patience
+        patience = self._patience if most is None else min(most, self._patience)
+        deadline = asyncio.get_running_loop().time() + patience
         while (found := self._best(channel, avoided) or self._best(self.main, avoided)) is None:
             avoided = None  # it may be the only one
             changed = self._changed
@@ -153,7 +174,7 @@ class EnginePool:
                 break
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:
-                raise EnginesAway(self._why(channel))
+                raise EnginesAway(self._why(channel, patience))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), left)
         found.in_flight += 1
@@ -163,9 +184,9 @@ class EnginePool:
         """Say that a request has ended."""
         engine.in_flight -= 1
 
-    def lost(self, engine: PooledEngine, reason: str) -> None:
+    def lost(self, engine: PooledEngine, error: Exception) -> None:
         """Say that an engine did not answer a request. It gets no more of them until a probe finds it."""
-        self._set_away(engine, reason)
+        self._set_away(engine, error)
         self._hurry[id(engine)].set()
 
     def _best(self, channel: str | None, avoided: PooledEngine | None) -> PooledEngine | None:
@@ -178,10 +199,21 @@ class EnginePool:
         ]
         return self.engines[min(ranked)[-1]] if ranked else None
 
-    def _why(self, channel: str | None) -> str:
+    def _why(self, channel: str | None, patience: float) -> str:
         name = "the chain" if channel is None else f"channel {channel!r}"
-        told = [f"{engine.address.url}: {'version ' + str(engine.seq) if engine.up else 'away'}" for engine in self.engines]
-        return f"no engine with a version of {name} answered within {self._patience:g} s ({', '.join(told)[:500]})."
+        told = "; ".join(f"engine {number}: {self._problem(engine)}" for number, engine in enumerate(self.engines, 1))
+        return f"no engine with a version of {name} answered within {patience:g} s ({told:.500})."
+
+    def _problem(self, engine: PooledEngine) -> str:
+        """Say why an engine gets no requests. Callers read it, so it does not name the host."""
+        if not engine.up:
+            return engine.problem or "it has not answered yet"
+        if not self._channels.exists(engine.address.channel):
+            return f"there is no channel {engine.address.channel!r}"
+        if engine.seq is None:
+            return "it has no version yet"
+        on_channel = self._channels.rank(engine.address.channel, engine.seq) is not None
+        return f"it has commit {engine.seq}{'' if on_channel else ', which is not on its channel'}"
 
     async def _watch(self, engine: PooledEngine) -> None:
         hurry = self._hurry[id(engine)]
@@ -217,12 +249,13 @@ class EnginePool:
         try:
             state, keeps = await self._state(engine)
         except Exception as error:  # the answer of an engine may be anything
-            self._set_away(engine, f"{type(error).__name__}: {str(error)[:200]}")
+            self._set_away(engine, error)
             return
         label = state.get("label", state.get("weight_version"))
         seq = int(label) if isinstance(label, str) and label.isascii() and label.isdigit() and len(label) < 20 else None
         mode = state.get("logprobs")
         before = (engine.up, engine.seq, engine.keeps_answers, engine.running)
+        engine.problem = None
         was_up, engine.up, engine.seq, engine.keeps_answers = engine.up, True, seq, keeps
         engine.logprobs = mode if isinstance(mode, str) else None
         engine.running = state.get("running", True) is not False
@@ -241,12 +274,24 @@ class EnginePool:
                 return (found if isinstance(found, dict) else {}), keeps
             if answer.status not in (401, 403, 404, 405):
                 break
-        raise EnginesAway(f"{route} answered with status {answer.status}.")
+        raise NoAnswer(f"{route} answered with status {answer.status}", was_sent=True, short=f"it answers with status {answer.status}")
 
-    def _set_away(self, engine: PooledEngine, reason: str) -> None:
-        if engine.up:
-            engine.up = False
+    def _set_away(self, engine: PooledEngine, error: Exception) -> None:
+        reason, short = _reasons(error)
+        is_news = engine.up or engine.problem is None
+        engine.up, engine.problem = False, short
+        if is_news:
             emit(self._on_event, "engine-away", engine=engine.address.url, reason=reason)
+
+
+def _reasons(error: Exception) -> tuple[str, str]:
+    """Return what an error means, for the operator and for callers."""
+    if isinstance(error, NoAnswer):
+        return str(error), error.short
+    if isinstance(error, asyncio.TimeoutError):
+        return (reason := f"it did not answer within {_PROBE_SECONDS:g} s"), reason
+    text = error.message if isinstance(error, DeltawireError) else str(error)
+    return f"{type(error).__name__}: {text[:200]}", "it does not answer as an engine does"
 
 
 async def joined(chunks: AsyncIterator[bytes], most: int, memory: Reservation | None = None) -> bytes:

@@ -33,6 +33,11 @@ class EngineAddress:
     url: str
     channel: str | None = None
 
+    def __post_init__(self) -> None:
+        base = self.url.rstrip("/")
+        if base.endswith("/v1"):
+            raise ValueError(f"the gateway adds /v1 to {self.url!r} itself; write {base.removesuffix('/v1').rstrip('/')}")
+
     @classmethod
     def parse(cls, text: str) -> EngineAddress:
         """Read [CHANNEL=]URL. Raises `ValueError` for anything else.
@@ -100,6 +105,8 @@ class GatewayOptions:
         The most interactions that the gateway remembers for feedback. Each takes about 300 bytes.
     store_seconds
         Seconds that the store has to confirm feedback.
+    strict_metrics
+        Whether feedback is refused if its metric is not declared in the store.
     """
 
     engines: Sequence[EngineAddress]
@@ -123,6 +130,7 @@ class GatewayOptions:
     most_requests: int = 2048
     known_ids: int = 200_000
     store_seconds: float = 30.0
+    strict_metrics: bool = False
 
     def __post_init__(self) -> None:
         if not self.engines:

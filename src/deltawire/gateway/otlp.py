@@ -18,6 +18,7 @@ from .http.memory import Reservation
 
 EVENT = "gen_ai.evaluation.result"
 _MOST_EVENTS = 10_000
+_MOST_DIGITS = 20
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
@@ -62,8 +63,11 @@ def read_results(body: bytes, kind: str, *, is_traces: bool, memory: Reservation
             if len(results) > _MOST_EVENTS:
                 raise RequestMalformed(f"the request has more than {_MOST_EVENTS:,} evaluation results.")
         return results
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError, struct.error) as error:
-        raise RequestMalformed(f"the body is not what an OpenTelemetry exporter sends: {error!r:.200}.") from None
+    except _Unexpected as error:
+        raise RequestMalformed(f"the body is not what an OpenTelemetry exporter sends: {error}.") from None
+    except (ValueError, IndexError):  # IndexError: a number at the end lacks bytes
+        what = "traces" if is_traces else "logs"
+        raise RequestMalformed(f"the body is not what an OpenTelemetry exporter sends: it is no protobuf message with {what}.") from None
 
 
 def response_body(rejected: int, why: str, kind: str, *, is_traces: bool) -> bytes:
@@ -78,24 +82,65 @@ def response_body(rejected: int, why: str, kind: str, *, is_traces: bool) -> byt
     return b"\x0a" + _varint_bytes(len(inner)) + inner if rejected else b""
 
 
+class _Unexpected(Exception):
+    """A field has something else than what exporters send."""
+
+
 def _from_json(body: Mapping[str, Any], is_traces: bool) -> Iterator[EvaluationResult]:
     outer, middle, inner = ("resourceSpans", "scopeSpans", "spans") if is_traces else ("resourceLogs", "scopeLogs", "logRecords")
-    for resource in body.get(outer) or ():
-        for scope in resource.get(middle) or ():
-            for item in scope.get(inner) or ():
+    for resource in _objects(body, outer):
+        for scope in _objects(resource, middle):
+            for item in _objects(scope, inner):
                 span = f"{item.get('traceId', '')}{item.get('spanId', '')}"
-                for event in (item.get("events") or ()) if is_traces else (item,):
-                    attributes = {str(each["key"]): _json_value(each.get("value") or {}) for each in event.get("attributes") or ()}
+                for event in _objects(item, "events") if is_traces else (item,):
+                    attributes = {_attribute_name(each): _json_value(each) for each in _objects(event, "attributes")}
                     name = event.get("name") if is_traces else event.get("eventName") or attributes.get("event.name")
                     if name == EVENT:
-                        yield EvaluationResult(attributes, int(event.get("timeUnixNano") or 0), span[:64])
+                        yield EvaluationResult(attributes, _number(event.get("timeUnixNano") or 0, "timeUnixNano"), span[:64])
 
 
-def _json_value(value: Mapping[str, Any]) -> Any:
-    for name, kind in (("stringValue", str), ("boolValue", bool), ("intValue", int), ("doubleValue", float)):
-        if name in value:
-            return kind(value[name])
+def _objects(holder: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    """Return the list in a field, which may be missing."""
+    found = holder.get(name) or []
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise _Unexpected(f"{name} must be a list of objects")
+    return found
+
+
+def _attribute_name(attribute: Mapping[str, Any]) -> str:
+    name = attribute.get("key")
+    if not isinstance(name, str):
+        raise _Unexpected("the key of an attribute must be a text")
+    return name
+
+
+def _json_value(attribute: Mapping[str, Any]) -> Any:
+    value = attribute.get("value") or {}
+    if not isinstance(value, dict):
+        raise _Unexpected('the value of an attribute must be an object, such as {"doubleValue": 1}')
+    if "stringValue" in value:
+        return str(value["stringValue"])
+    if "boolValue" in value:
+        return bool(value["boolValue"])
+    if "intValue" in value:
+        return _number(value["intValue"], "intValue")
+    if "doubleValue" in value:
+        try:
+            return float(value["doubleValue"])
+        except (TypeError, ValueError, OverflowError):
+            raise _Unexpected("doubleValue must be a number") from None
     return None
+
+
+def _number(value: Any, name: str) -> int:
+    """Return a whole number, which exporters write as a text because it may have 64 bits."""
+    if isinstance(value, (int, float)) or (isinstance(value, str) and len(value) <= _MOST_DIGITS):
+        try:
+            if abs(found := int(value)) < 1 << 64:
+                return found
+        except (ValueError, OverflowError):
+            pass
+    raise _Unexpected(f"{name} must be a whole number of at most 64 bits")
 
 
 def _from_protobuf(body: bytes, is_traces: bool) -> Iterator[EvaluationResult]:

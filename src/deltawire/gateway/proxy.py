@@ -82,9 +82,11 @@ class Proxy:
                 await asyncio.sleep(0.05)  # it refuses at present, and others may too
             except NoAnswer as lost:
                 losses += lost.was_sent
-                self._pool.lost(engine, str(lost))
+                self._pool.lost(engine, lost)
                 if losses >= _MOST_LOSSES:
-                    raise EnginesAway(f"{losses} engines were lost while they answered this request: {lost}.") from None
+                    raise EnginesAway(
+                        f"{losses} engines were lost while they answered this request; of the last one: {lost.short}."
+                    ) from None
             finally:
                 self._pool.give_back(engine)
             avoided = engine
@@ -186,8 +188,8 @@ class Proxy:
                 else:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except (NoAnswer, GatewayError) as error:
-            lost = error if isinstance(error, GatewayError) else EngineLost(f"the engine was lost in the middle of the answer: {error}.")
-            emit(self._on_event, "answer-failed", route=asked.route, error=type(lost).__name__, reason=str(lost))
+            lost = error if isinstance(error, GatewayError) else EngineLost(f"the engine was lost in mid-answer: {error.short}.")
+            emit(self._on_event, "answer-failed", route=asked.route, error=type(lost).__name__, reason=str(error))
             await send({"type": "http.response.body", "body": b"data: " + dump(error_body(lost)) + b"\n\n"})
             return
         if recording is not None:

@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from ..chain.reader_options import ReaderOptions
 from ..engines.routed_experts import ModelRouters, routers_of_files
-from ..errors import TelemetryUnavailable
+from ..errors import RequestMalformed, TelemetryUnavailable
 from ..events import OnEvent, emit, tell_all
 from ..format.live_parts import new_session
 from ..store.base import Store
@@ -30,14 +30,17 @@ from .feedback import FeedbackIntake
 from .http.api_keys import ApiKeys
 from .http.http_server import ENDING_SECONDS, listen
 from .http.memory import MemoryBudget
+from .metric_names import MetricNames
 from .metrics_watch import MetricsWatch
 from .options import GatewayOptions
 from .proxy import Proxy
 from .recording.id_log import IdLog
-from .recording.journal import Journal, ended_sessions
+from .recording.journal import Journal, ended_sessions, sessions_in_use
 from .recording.known_ids import KnownIds
 from .recording.recorder import Recorder
 from .recording.uploads import Uploads
+
+_MOST_WARNINGS = 20
 
 
 def serve_gateway(
@@ -51,7 +54,7 @@ def serve_gateway(
     on_ready: Callable[[str], Any] | None = None,
     on_event: OnEvent | None = None,
 ) -> None:
-    """Serve until `stop` is set. Answers that were begun are finished first.
+    """Serve until `stop` is set. Answers that were begun are finished first. Raises `UnusableKeys` before anything starts.
 
     Parameters
     ----------
@@ -72,10 +75,11 @@ def serve_gateway(
     on_event
         Called with each event, on the thread where it happened.
     """
+    keys = ApiKeys() if options.keys is None else ApiKeys.read(options.keys)  # before anything starts
     reading = reading or ReaderOptions(pin=False)
     store = reading.open_store(url, on_event=on_event)
     try:
-        asyncio.run(_Gateway(store, options, reading, on_event).serve(host, port, stop or threading.Event(), on_ready))
+        asyncio.run(_Gateway(store, options, keys, reading, on_event).serve(host, port, stop or threading.Event(), on_ready))
     finally:
         if store is not url:
             store.close()
@@ -84,8 +88,8 @@ def serve_gateway(
 class _Gateway:
     """All parts of a gateway, for the time that it serves."""
 
-    def __init__(self, store: Store, options: GatewayOptions, reading: ReaderOptions, on_event: OnEvent | None) -> None:
-        self._store, self._options, self._reading = store, options, reading
+    def __init__(self, store: Store, options: GatewayOptions, keys: ApiKeys, reading: ReaderOptions, on_event: OnEvent | None) -> None:
+        self._store, self._options, self._keys, self._reading = store, options, keys, reading
         self._prometheus = _prometheus()
         self._on_event = tell_all(on_event, self._prometheus)
 
@@ -93,12 +97,12 @@ class _Gateway:
         """Serve until the event is set."""
         options = self._options
         run = (await asyncio.to_thread(lambda: self._reading.open_log(self._store).run)).id
-        keys = ApiKeys() if options.keys is None else ApiKeys.read(options.keys)
         session = new_session(options.name)
-        options.journal.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_folder(options.journal)
         secret = options.user_key or _own_secret(options.journal)
         async with contextlib.AsyncExitStack() as open_parts:
             ended = list(ended_sessions(options.journal))
+            shared = sessions_in_use(options.journal, options.name, ended)
             journal = Journal(options.journal, session)
             client = await open_parts.enter_async_context(EngineClient())
             names = {address.channel for address in options.engines}
@@ -154,7 +158,8 @@ class _Gateway:
                 pool,
                 proxy,
                 feedback,
-                keys,
+                MetricNames(metrics, is_strict=options.strict_metrics, on_event=self._on_event),
+                self._keys,
                 memory=memory,
                 metrics=_text_of(self._prometheus),
                 on_event=self._on_event,
@@ -173,10 +178,17 @@ class _Gateway:
 
             def tell(address: str) -> None:
                 emit(self._on_event, "gateway-serving", url=address, session=session)
+                for other in shared[:_MOST_WARNINGS]:
+                    emit(self._on_event, "gateway-name-used", session=other)
+                for name in self._keys.can_rate_nothing[:_MOST_WARNINGS]:
+                    emit(self._on_event, "caller-without-answers", caller=name)
                 if on_ready is not None:
                     on_ready(address)
 
-            await listen(app, host, port, stop, tell)
+            def count() -> None:
+                emit(self._on_event, "request-refused", route="-", status=400, error=RequestMalformed.__name__)
+
+            await listen(app, host, port, stop, tell, on_bad_head=count)
 
     async def _end_recording(self, recorder: Recorder, uploads: Uploads, journal: Journal, ended: list[Journal]) -> None:
         await recorder.close(ENDING_SECONDS)
@@ -188,6 +200,13 @@ class _Gateway:
 
     def _routers(self) -> ModelRouters | None:
         return routers_of_files(read_model_files(self._store, options=self._reading))
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except FileExistsError:
+        raise NotADirectoryError(f"the journal {path} is not a directory; name one with --journal") from None
 
 
 def _own_secret(folder: Path) -> bytes:

@@ -24,12 +24,16 @@ if TYPE_CHECKING:
 _PORT = 7800
 _LONGEST_ENDING = 45.0
 _NOTICES = {
-    "engine-away": "{engine} does not answer: {reason}",
-    "engine-back": "{engine} answers, with commit {seq}",
+    "gateway-name-used": "another gateway that runs has the same --gateway name and --journal (session {session}): give it another name",
+    "caller-without-answers": "the caller {caller} can rate nothing, because all its keys are for feedback without `all`: give it a key "
+    "without `feedback` too",
+    "engine-away": "the engine {engine} does not answer: {reason}",
+    "engine-back": "the engine {engine} answers, with commit {seq}",
     "recording-waits": "interactions stay in the journal: {reason}",
     "recording-stopped": "answers are no longer recorded: {reason}",
     "recording-resumed": "answers are recorded again",
     "interaction-unusable": "an answer cannot be recorded: {reason}",
+    "metric-undeclared": "the metric {metric!r} is not declared, so no trainer reads feedback for it",
     "feedback-waits": "feedback waits for the store: {reason}",
     "journal-recovered": "everything that session {session} left in the journal is in the store",
     "channel-unreadable": "a channel cannot be read: {reason}",
@@ -93,7 +97,7 @@ def gateway(
         typer.Option(
             "--journal",
             metavar="DIR",
-            help="Keep here what the store does not have yet. The default is a directory of this user.",
+            help="Keep here what the store does not have yet. The default is ~/.local/state/deltawire/gateway.",
             show_default=False,
         ),
     ] = None,
@@ -127,6 +131,9 @@ def gateway(
             "--redact", metavar="MODULE:FUNCTION", help="Ask this function what may be recorded (docs/live.md).", show_default=False
         ),
     ] = None,
+    strict_metrics: Annotated[
+        bool, typer.Option("--strict-metrics", help="Refuse feedback for metrics that the trainer has not declared.")
+    ] = False,
     patience: Annotated[float, typer.Option("--patience", min=0.1, metavar="SECONDS", help="Wait this long for an engine.")] = 300.0,
     most_bytes: Annotated[int, typer.Option("--most-bytes", min=1024, metavar="N", help="Refuse requests with more bytes than this.")] = 32
     << 20,
@@ -171,6 +178,7 @@ def gateway(
                 redact=_load(redact),
                 names=tuple(name or ()),
                 origins=tuple(origin or ()),
+                strict_metrics=strict_metrics,
                 patience=patience,
                 most_bytes=most_bytes,
                 memory_bytes=memory_bytes,

@@ -13,6 +13,18 @@ _NUMBER = f.integer("number", "This is the number of the file among those of the
 KINDS = (
     EventKind("gateway-serving", "info", "The gateway accepts requests.", (f.text("url", "This is its address."), _SESSION)),
     EventKind(
+        "gateway-name-used",
+        "warning",
+        "Another gateway with this name uses the same journal. Give each gateway a name of its own.",
+        (_SESSION,),
+    ),
+    EventKind(
+        "caller-without-answers",
+        "warning",
+        "All keys of a caller are for feedback without `all`, so no answer is its own, and it can rate none.",
+        (f.text("caller", "This is the name of the caller."),),
+    ),
+    EventKind(
         "answered",
         "debug",
         "A request was answered.",
@@ -22,7 +34,12 @@ KINDS = (
     EventKind(
         "request-refused", "info", "The gateway refused a request.", (_ROUTE, f.integer("status", "This is the HTTP status."), f.ERROR)
     ),
-    EventKind("engine-away", "warning", "An engine does not answer. It gets no requests until it does.", (_URL, f.REASON)),
+    EventKind(
+        "engine-away",
+        "warning",
+        "An engine does not answer, perhaps since the gateway started. It gets no requests until it does.",
+        (_URL, f.REASON),
+    ),
     EventKind("engine-back", "info", "An engine answers.", (_URL, f.SEQ.maybe)),
     EventKind("channel-unreadable", "warning", "A channel cannot be read. Users stay in the channels that are known.", (f.REASON,)),
     EventKind(
@@ -50,6 +67,13 @@ KINDS = (
             f.text("metric", "This is the metric, if it is declared.").maybe,
             f.seconds("age_seconds", "The answer is this old, or the newest known answer of the episode.").maybe,
         ),
+    ),
+    EventKind(
+        "metric-undeclared",
+        "warning",
+        "Feedback came for a metric that is not among the declared ones. It is stored, and no trainer reads it. The gateway tells each "
+        "name once, and at most 100.",
+        (f.text("metric", "This is the metric."),),
     ),
     EventKind("feedback-waits", "warning", "The store does not take feedback. Its senders are told to send it again.", (f.REASON,)),
 )

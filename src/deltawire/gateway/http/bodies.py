@@ -132,15 +132,23 @@ def parse_object(body: bytes, memory: Reservation | None = None) -> dict[str, An
         found = json.loads(body, parse_constant=_refuse_constant)
     except RecursionError:
         raise RequestMalformed("the body is nested too deeply.") from None
-    except ValueError as error:  # also wrong UTF-8, and numbers with thousands of digits
+    except UnicodeDecodeError as error:
+        raise RequestMalformed(f"the body is not JSON: its byte {error.start:,} is no UTF-8.") from None
+    except (json.JSONDecodeError, _NoConstant) as error:
         raise RequestMalformed(f"the body is not JSON: {str(error)[:200]}.") from None
+    except ValueError:  # Python reads no numbers with thousands of digits
+        raise RequestMalformed("the body has a number with too many digits.") from None
     if not isinstance(found, dict):
         raise RequestMalformed(f"the body is a {type(found).__name__} instead of a JSON object.")
     return found
 
 
+class _NoConstant(ValueError):
+    """NaN and the like are no numbers of JSON."""
+
+
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number in JSON")
+    raise _NoConstant(f"{name} is not a number in JSON")
 
 
 def dump(value: Any) -> bytes:

@@ -1,9 +1,10 @@
-"""Serves an ASGI application with uvicorn until an event is set. The head of a request has a limit."""
+"""Serves an ASGI application with uvicorn until an event is set. The head of a request has a limit, and bad ones fill no log."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -17,14 +18,55 @@ HEAD_SECONDS = 60.0
 """The head of a request must be complete this long after its first byte, and the first one this long after the connection was made."""
 
 
-def bounded_http() -> Any:
-    """Return the protocol class for uvicorn, whose own class for httptools sets no limit. The one in Python, "h11", does."""
+def _errors_only() -> logging.Logger:
+    """Return a logger that passes errors on to uvicorn's, and no warnings."""
+    logger = logging.Logger("uvicorn.error.deltawire", logging.ERROR)
+    logger.parent = logging.getLogger("uvicorn.error")
+    return logger
+
+
+_ERRORS_ONLY = _errors_only()
+
+
+def _quiet(protocol: Any, on_bad_head: Callable[[], object]) -> Any:
+    """Return a protocol class of uvicorn that logs no warnings, because everybody who connects can cause them without end.
+
+    Parameters
+    ----------
+    protocol
+        The class.
+    on_bad_head
+        Called for each request that is refused because it is not HTTP, or because its head is too long.
+    """
+
+    class QuietHttp(protocol):  # type: ignore[misc,unused-ignore]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.logger = _ERRORS_ONLY
+
+        def send_400_response(self, msg: str) -> None:
+            on_bad_head()
+            super().send_400_response(msg)
+
+    return QuietHttp
+
+
+def bounded_http(on_bad_head: Callable[[], object] = lambda: None) -> Any:
+    """Return the protocol class for uvicorn, whose own class for httptools sets no limit. The one in Python, "h11", does.
+
+    Parameters
+    ----------
+    on_bad_head
+        Called for each request that is refused because it is not HTTP, or because its head is too long.
+    """
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ImportError:
-        return "h11"
+        from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    class BoundedHttp(HttpToolsProtocol):  # type: ignore[misc,unused-ignore]
+        return _quiet(H11Protocol, on_bad_head)
+
+    class BoundedHttp(_quiet(HttpToolsProtocol, on_bad_head)):  # type: ignore[misc,unused-ignore]
         """Closes a connection whose request line, headers or trailers are too long."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -70,7 +112,15 @@ def bounded_http() -> Any:
     return BoundedHttp
 
 
-async def listen(app: Any, host: str, port: int, stop: threading.Event, on_ready: Callable[[str], Any]) -> None:
+async def listen(
+    app: Any,
+    host: str,
+    port: int,
+    stop: threading.Event,
+    on_ready: Callable[[str], Any],
+    *,
+    on_bad_head: Callable[[], object] = lambda: None,
+) -> None:
     """Serve until the event is set.
 
     Parameters
@@ -85,12 +135,14 @@ async def listen(app: Any, host: str, port: int, stop: threading.Event, on_ready
         Set this event to end serving.
     on_ready
         Called with the address of the server when it accepts requests.
+    on_bad_head
+        Called for each request that is refused before the application gets it.
     """
     # asyncio sets TCP_NODELAY only on sockets that name their protocol. Without it, answers wait 40 ms for an acknowledgement.
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
-        server = _server(app)
+        server = _server(app, on_bad_head)
         address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
         ending = asyncio.ensure_future(_until_set(stop))
@@ -104,7 +156,7 @@ async def listen(app: Any, host: str, port: int, stop: threading.Event, on_ready
         ending.cancel()
 
 
-def _server(app: Any) -> Any:
+def _server(app: Any, on_bad_head: Callable[[], object]) -> Any:
     """Return uvicorn's server, without its signal handlers: the program that runs it has its own."""
     import uvicorn
 
@@ -115,7 +167,7 @@ def _server(app: Any) -> Any:
 
     config = uvicorn.Config(
         app,
-        http=bounded_http(),
+        http=bounded_http(on_bad_head),
         lifespan="off",
         log_config=None,
         access_log=False,

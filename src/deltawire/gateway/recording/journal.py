@@ -446,6 +446,23 @@ def ended_sessions(folder: Path, *, disk: JournalDisk | None = None, most_rows: 
                     raise
 
 
+def sessions_in_use(folder: Path, name: str, ended: Iterable[Journal]) -> list[str]:
+    """Return the sessions of gateways with a name that other processes hold at present.
+
+    Parameters
+    ----------
+    folder
+        The directory of all sessions.
+    name
+        The name of the gateways.
+    ended
+        What `ended_sessions` gave: the sessions that no other process holds.
+    """
+    free = {journal.session for journal in ended}
+    found = sorted(path.name for path in folder.iterdir() if is_session(path.name))
+    return [session for session in found if session not in free and session.rpartition(".")[0] == name]
+
+
 def _interactions(row: Mapping[str, Any]) -> int:
     """Return how much of the room for interactions a row takes. A file has room for as many prompts."""
     return max(len(row["interactions"]), len(row.get("prompts", ())))

@@ -178,7 +178,7 @@ class Recorder:
             self._known.keep(intent["id"], intent["episode"], intent["caller"])
             self._journal.add_intent(intent["id"], intent)
         except OSError as error:
-            self._stop(f"the journal cannot be written: {error}")
+            self._cannot_write(error)
             return False
         except ValueError as error:
             emit(self._on_event, "interaction-unusable", reason=str(error))
@@ -191,7 +191,7 @@ class Recorder:
         try:
             self._journal.drop_intent(name)
         except OSError as error:
-            self._stop(f"the journal cannot be written: {error}")
+            self._cannot_write(error)
 
     def finish(self, recording: Recording) -> None:
         """Record an answer that was given."""
@@ -228,7 +228,7 @@ class Recorder:
                 left.append(one)
                 continue
             if isinstance(problem, OSError):  # the next start records the answer
-                self._stop(f"the journal cannot be written: {problem}")
+                self._cannot_write(problem)
             elif problem is not None:
                 self._unusable(one.journal, one.intent, str(problem))
             one.release()
@@ -297,20 +297,22 @@ class Recorder:
         try:
             journal.drop_intent(str(intent["id"]))
         except OSError as error:
-            self._stop(f"the journal cannot be written: {error}")
+            self._cannot_write(error)
 
     async def _watch_size(self) -> None:
         """Stop recording while the journal is full."""
         while True:
             size = self._journal.size + sum(journal.size for journal in self._ended if not journal.is_closed)
             if size > self._options.journal_bytes:
-                self._stop(
-                    f"the journal has {size:,} bytes, because the store does not take them; {self._options.journal_bytes:,} are allowed"
-                )
+                most = f"{self._options.journal_bytes:,} are allowed"
+                self._stop(f"the journal {self._options.journal} has {size:,} bytes, because the store does not take them; {most}")
             elif self._stopped is not None:
                 self._stopped = None
                 emit(self._on_event, "recording-resumed")
             await asyncio.sleep(self._options.flush)
+
+    def _cannot_write(self, error: OSError) -> None:
+        self._stop(f"the journal {self._options.journal} cannot be written: {error.strerror or error}")
 
     def _stop(self, reason: str) -> None:
         if self._stopped is None:

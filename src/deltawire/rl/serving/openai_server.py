@@ -138,8 +138,10 @@ class OpenAiServer:
                     (ids,) = prompts.encode([{"prompt": prompt}])
             except EngineError as error:
                 raise RequestMalformed(str(error)) from None
-            except Exception as error:  # a chat template may refuse a conversation
-                raise RequestMalformed(f"the chat template cannot use these messages: {error}.") from None
+            except Exception as error:  # a chat template may refuse a conversation, and the tokenizer may refuse content other than text
+                is_told = type(error).__module__.startswith("jinja2")
+                reason = f"{error}" if is_told else "each needs a role, and a content that the template takes, such as a text"
+                raise RequestMalformed(f"the chat template cannot use these messages: {reason}.") from None
             room = self._context - len(ids)
             size = self._generator.model.config.vocab_size
             if room < 1 or not all(0 <= token < size for token in ids):
