@@ -84,7 +84,13 @@ def gate(
         float, typer.Option("--alpha", metavar="P", help="The largest allowed probability of a wrong promotion, and of a wrong rollback.")
     ] = 0.05,
     min_answers: Annotated[
-        int, typer.Option("--min-answers", min=1, metavar="N", help="With --metric or --monitor: judge and promote nothing before the canary has given this many answers.")
+        int,
+        typer.Option(
+            "--min-answers",
+            min=1,
+            metavar="N",
+            help="With --metric or --monitor: judge and promote nothing before the canary has given this many answers.",
+        ),
     ] = 100,
     min_seconds: Annotated[
         float,
