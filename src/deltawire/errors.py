@@ -102,6 +102,7 @@
     │   └── TrainingFailed          training fails even without the suspicious results
     ├── UnusableGate                a gate cannot decide by the limits or numbers that it was given
     ├── UnusablePlan                a number that the planner was given cannot be used
+    ├── AddressUnavailable          a server cannot listen on its address
     ├── TelemetryUnavailable        metrics, logs or traces cannot be passed on
     └── CodecUnavailable            the requested codec cannot run on this machine
 
@@ -787,6 +788,12 @@ class UnusablePlan(DeltawireError):
     """A number or a name that the planner was given cannot be used."""
 
     hint = "Correct it, and plan again."
+
+
+class AddressUnavailable(DeltawireError):
+    """A server cannot listen on its address, mostly because another program does."""
+
+    hint = "Choose another port or address."
 
 
 class TelemetryUnavailable(DeltawireError):
