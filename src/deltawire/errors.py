@@ -84,6 +84,7 @@
     │   ├── RequestSlow             the body did not arrive in time
     │   ├── KeyRefused              the API key is missing, unknown, or not meant for this route
     │   ├── HostRefused             the request was sent to a name that the gateway does not have
+    │   ├── ModelUnknown            the server has no model of that name
     │   ├── InteractionUnknown      there is no interaction or episode with that id
     │   ├── InteractionExpired      feedback came after the metric's window
     │   ├── EpisodeShared           several callers have an episode with that id
@@ -665,6 +666,13 @@ class HostRefused(GatewayError):
 
     hint = "Use the address in numbers, or start the gateway with --name."
     status = 421
+
+
+class ModelUnknown(GatewayError):
+    """A request names a model that the server does not have."""
+
+    hint = "Name that one, or leave `model` out. `GET /v1/models` lists it, and `deltawire serve --model` sets the name."
+    status = 404
 
 
 class InteractionUnknown(GatewayError):

@@ -1,4 +1,4 @@
-"""What servers say when they cannot listen, and what `deltawire serve` tries before it imports what takes long."""
+"""Servers that cannot listen say where. `deltawire serve` finds that out before it imports what takes long."""
 
 from __future__ import annotations
 

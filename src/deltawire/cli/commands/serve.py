@@ -46,7 +46,7 @@ def serve(
         check_packages("serve", ("torch", "transformers", "uvicorn"), "torch transformers uvicorn httptools")
         from ...addresses import listening_socket
 
-        # What may be wrong is tried before the imports, which take up to a minute.
+        # The port and the chain are tried before the imports, which take up to a minute.
         listening = stack.enter_context(listening_socket("the model", host, port))
         reading = reader_options(run, trust, pin=False, channel=channel)
         _check_chain(source, reading, channel)

@@ -19,7 +19,7 @@ from typing import Any
 from ...addresses import listening_socket
 from ...chain.reader_options import ReaderOptions
 from ...engines.answer_table import ANSWERS_ROUTE, ENGINE_ROUTE, RECORD_HEADER, REQUEST_ID, AnswerTable
-from ...errors import EngineError, EnginesAway, GatewayError, RequestMalformed
+from ...errors import EngineError, EnginesAway, GatewayError, ModelUnknown, RequestMalformed
 from ...events import OnEvent
 from ...gateway.http.bodies import (
     Headers,
@@ -44,8 +44,9 @@ from .batch_server import BatchServer, DrawnToken, WantedCompletion
 from .openai_shapes import Wanted, choice_body, logprobs_body, output_items, read_wanted, response_object, usage
 
 SERVED = "the model"
-"""What is served, for the message when the address cannot be used."""
+"""The thing that is served, for the message when the address cannot be used."""
 _MOST_BODY = 16 << 20
+_LONGEST_NAME = 100
 _PREFIXES = {"chat": "chatcmpl-", "completions": "cmpl-", "responses": "resp_"}
 
 
@@ -108,9 +109,11 @@ class OpenAiServer:
 
     async def _answer(self, route: str, headers: Headers, receive: Receive, send: Send) -> None:
         body = parse_object(await read_body(receive, headers, _MOST_BODY))
+        if body.get("model") not in (None, "", self._name):
+            raise ModelUnknown(f"this server has no model {str(body['model'])[:_LONGEST_NAME]!r}. It has {self._name!r}.")
         wanted = read_wanted(route, body)
         name = headers.get(REQUEST_ID) or uuid.uuid4().hex
-        answer = _Answer(self, route, wanted, name, str(body.get("model") or self._name))
+        answer = _Answer(self, route, wanted, name, self._name)
         answer.is_recorded = RECORD_HEADER in headers
         answer.shows_usage = isinstance(options := body.get("stream_options"), dict) and options.get("include_usage") is True
         rows = answer.rows = await asyncio.to_thread(self._rows, answer)
