@@ -241,7 +241,7 @@ def _missing(
     if policy.evaluate and (evaluation is None or not evaluation.passed):
         needs.append("the evaluation has not passed yet")
     needs += [f"{finding.limit} is not proved" for finding in findings if finding.must_hold and finding.verdict == "open"]
-    if findings and canary_answers < policy.min_answers:  # also if all limits are monitors: nobody would have looked at the answers
+    if findings and canary_answers < policy.min_answers:  # even if all limits are monitors, which would see no answers
         needs.append(f"the canary has given {canary_answers} of {policy.min_answers} answers")
     if age < policy.min_seconds:
         needs.append(f"it is {age:.0f} of {policy.min_seconds:.0f} seconds old")
