@@ -15,6 +15,7 @@ warnings    every warning
 events/     what happened, as plain values for logs and metrics
 telemetry/  events for Prometheus, trackers and traces
 dtypes      the element types that a checkpoint can hold
+addresses   addresses on which servers listen
 codec/      the elements of one tensor
 format/     bytes at rest: delta files, checkpoints, records
 tensors/    states: names to tensors

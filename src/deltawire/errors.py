@@ -86,6 +86,7 @@
     │   ├── RequestSlow             the body did not arrive in time
     │   ├── KeyRefused              the API key is missing, unknown, or not meant for this route
     │   ├── HostRefused             the request was sent to a name that the gateway does not have
+    │   ├── ModelUnknown            the server has no model of that name
     │   ├── InteractionUnknown      there is no interaction or episode with that id
     │   ├── InteractionExpired      feedback came after the metric's window
     │   ├── EpisodeShared           several callers have an episode with that id
@@ -105,6 +106,7 @@
     ├── UnusableKeys                a gateway cannot read its file of API keys
     ├── UnusableGate                a gate cannot decide by the limits or numbers that it was given
     ├── UnusablePlan                a number that the planner was given cannot be used
+    ├── AddressUnavailable          a server cannot listen on its address
     ├── TelemetryUnavailable        metrics, logs or traces cannot be passed on
     └── CodecUnavailable            the requested codec cannot run on this machine
 
@@ -682,6 +684,13 @@ class HostRefused(GatewayError):
     status = 421
 
 
+class ModelUnknown(GatewayError):
+    """A request names a model that the server does not have."""
+
+    hint = "Name that one, or leave `model` out. `GET /v1/models` lists it, and `deltawire serve --model` sets the name."
+    status = 404
+
+
 class InteractionUnknown(GatewayError):
     """The gateway knows no interaction or episode with this id."""
 
@@ -809,6 +818,12 @@ class UnusablePlan(DeltawireError):
     """A number or a name that the planner was given cannot be used."""
 
     hint = "Correct it, and plan again."
+
+
+class AddressUnavailable(DeltawireError):
+    """A server cannot listen on its address, mostly because another program does."""
+
+    hint = "Choose another port or address."
 
 
 class TelemetryUnavailable(DeltawireError):

@@ -22,7 +22,7 @@ load_file = pytest.importorskip("safetensors.torch").load_file
 
 NOT_RUN = 6
 """The number of blocks that are marked as not run. Lower it when one of them is run. Raise it only for a block that cannot run."""
-IN_A_TEST_OF_ITS_OWN = {"README.md", "docs/train.md", "docs/serve.md", "docs/fleet.md"}
+IN_A_TEST_OF_ITS_OWN = {"README.md", "docs/train.md", "docs/serve.md", "docs/fleet.md", "docs/live.md"}
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +101,19 @@ def test_train_and_serve(model: str, folder: Path, monkeypatch: pytest.MonkeyPat
     loaded = transformers.AutoModelForCausalLM.from_pretrained("named", dtype="auto")
     assert bits(loaded.state_dict()) == bits(named["policy"].to(torch.bfloat16).state_dict())
     assert training + serving == [], "no test runs these blocks"
+
+
+def test_live_traffic_with_the_tiny_model_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = to_run("docs/live.md")
+    run_python(one_with("Qwen3Config(", found))
+    run_shell(one_with("deltawire publish tiny runs/tiny", found), folder)
+    substitutes = SUBSTITUTES | {"Qwen/Qwen3-0.6B": "./tiny"}
+    run_python(one_with("with Publisher(", found), substitutes)
+    loop = run_python(one_with("GrpoTrainer(", found), substitutes)
+    assert loop["trainer"].step == 1
+    assert "step 1 has learned from 8 answers" in capsys.readouterr().out
+    assert deltawire.pull("bucket/loop", "trained").step == 1
+    assert found == [], "no test runs these blocks"
 
 
 def test_fleet(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

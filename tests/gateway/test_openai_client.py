@@ -123,6 +123,11 @@ def test_models_and_errors_of_the_engine_pass_through(client, scene: Scene) -> N
         client.chat.completions.create(model="policy", messages=MESSAGES, temperature=-1)
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="policy", messages=[])
+    with pytest.raises(openai.NotFoundError, match=r"no model 'gpt-4'\. It has 'policy'"):
+        client.chat.completions.create(model="gpt-4", messages=MESSAGES)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    with pytest.raises(openai.BadRequestError, match="no images"):
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": [image]}])
     answered = client.chat.completions.with_raw_response.create(
         model="policy", messages=MESSAGES, max_tokens=2, extra_headers={"x-deltawire-episode-id": "0190a0b0-c0d0-4000-9000-000000000001"}
     )

@@ -95,6 +95,23 @@ def test_wrong_usage_is_named(chain: GatedChain, arguments: tuple[str, ...], cod
     assert word in json.dumps(line)
 
 
+def test_a_monitor_needs_answers_although_the_evaluation_passed(chain: GatedChain) -> None:
+    chain.answer([Answered("canary", 3, None, AnswerFacts(30)), Answered("stable", 2, None, AnswerFacts(30))] * 5)
+    options = ("--evaluate", "true", "--monitor", "length:+20%")
+    result = CliRunner().invoke(app, ["gate", chain.store.url, "--once", *options])
+    assert result.stdout.endswith("continue: the canary has given 5 of 100 answers\n")
+    assert gate(chain, *options, "--min-answers", "5")[-1]["moved"]["kind"] == "promote"
+
+
+@pytest.mark.parametrize("once", [("--once",), ()])
+def test_a_metric_that_is_not_declared_is_an_error_without_a_canary_too(chain: GatedChain, once: tuple[str, ...]) -> None:
+    chain.promote(3, "stable")
+    result = CliRunner().invoke(app, ["gate", chain.store.url, "--metric", "sloved", *once])
+    assert result.exit_code == 1
+    assert "the metric 'sloved' is not declared" in result.output
+    assert gate(chain, "--metric", "solved")[-1]["state"] == "idle"
+
+
 def test_a_gate_waits_for_channels_only_if_it_is_told_to(chain: GatedChain) -> None:
     arguments = ["gate", chain.store.url, "--metric", "solved", "--to", "stabel", "--once"]
     refused = CliRunner().invoke(app, arguments)

@@ -121,8 +121,10 @@ def test_a_trainer_that_was_taken_over_halts(store: MemoryStore, tmp_path: Path)
 def test_a_chain_without_its_checkpoint_is_not_overwritten(store: MemoryStore, tmp_path: Path):
     with trainer(store, tmp_path / "mine") as learning:
         epoch = learning._publisher.epoch
-    with pytest.raises(CheckpointError, match="no checkpoint to continue from"):
+    with pytest.raises(CheckpointError, match="no checkpoint to continue from") as raised:
         trainer(store, tmp_path / "empty")
+    assert "If another program began it, such as a Publisher" in str(raised.value)
+    assert "start the trainer first" in str(raised.value)
     with trainer(MemoryStore(), tmp_path / "other", seed=1):
         pass
     with pytest.raises(CheckpointError, match="no version there has its weights"):

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "deltawire"
 LAYERS = [
     {"errors"},
-    {"events", "dtypes"},
+    {"events", "dtypes", "addresses"},
     {"warnings", "telemetry"},
     {"codec"},
     {"format"},

@@ -18,6 +18,7 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from ..addresses import naming_address
 from ..errors import DeltawireError
 from .host_names import accepts_host
 from .observer import Observer
@@ -51,7 +52,7 @@ _HEADERS = {
 
 
 class DashboardServer(ThreadingHTTPServer):
-    """Serves one run. Call `serve_forever`, and `close` from another thread.
+    """Serves one run. Call `serve_forever`, and `close` from another thread. Raises `AddressUnavailable`.
 
     Parameters
     ----------
@@ -77,7 +78,8 @@ class DashboardServer(ThreadingHTTPServer):
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self.is_closing = False
-        super().__init__((host, port), _Handler)
+        with naming_address("the dashboard", host, port):
+            super().__init__((host, port), _Handler)
 
     @property
     def url(self) -> str:

@@ -223,6 +223,16 @@ class Gate:
             return GateLook("decided", record)
         return GateLook("decided", record, self._move(record))
 
+    def check_limits(self) -> None:
+        """Check that each limit names a metric that is declared now, or a fact. Raises `UnusableGate`. `look` does it for each canary."""
+        self._find_sources()
+
+    def _find_sources(self) -> tuple[Source, ...]:
+        declared, options = self._metrics(), self._options
+        return tuple(
+            Source.find(limit.name, declared, values=options.ranges.get(limit.name), wait=options.wait) for limit in self._policy.limits
+        )
+
     def close(self) -> None:
         """End an evaluation that runs."""
         self._forget()
@@ -238,10 +248,8 @@ class Gate:
         if watch is not None and (watch.canary, watch.stable) == (canary, stable):
             return watch
         self._forget()
-        options, declared = self._options, self._metrics()
-        self._sources = tuple(
-            Source.find(limit.name, declared, values=options.ranges.get(limit.name), wait=options.wait) for limit in self._policy.limits
-        )
+        options = self._options
+        self._sources = self._find_sources()
         moves = [keys.channel_key(position.channel, position.move) for position in (canary, stable)]
         began = max(self._log.store.head(move).modified.timestamp() for move in moves)
         records = GateRecords(self._log, canary, key=self._key, sleep=self._sleep)

@@ -23,6 +23,7 @@ Outcome = Literal["promote", "rollback", "continue"]
 
 _NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
 _LIMIT = re.compile(rf"(.{{1,100}}?)(?::([+-])({_NUMBER})(%?))?")
+_UNSIGNED = re.compile(rf"([ -~]{{1,100}}?):({_NUMBER}%?)")
 _SCORE = re.compile(rf"(.{{1,100}}):([+-]?{_NUMBER})")
 
 
@@ -65,6 +66,12 @@ class Limit:
             Whether the limit must be proved before a promotion.
         """
         form = _LIMIT.fullmatch(text)
+        if (unsigned := _UNSIGNED.fullmatch(text)) is not None:
+            name, size = unsigned[1], unsigned[2]
+            raise UnusableGate(
+                f"the limit {text!r} has no sign.",
+                hint=f"Write {name}:+{size} (at most that much above stable) or {name}:-{size} (at most that much below it).",
+            )
         if form is None or not text.isprintable() or (form[2] is None and not must_hold):
             raise UnusableGate(f"{text!r} is not a limit.", hint="Write NAME:+20%, NAME:-20%, NAME:+0.05 or NAME:-0.05.")
         name, sign, digits, percent = form[1], form[2] or "-", form[3] or "0", form[4] or ""
@@ -116,7 +123,7 @@ class GatePolicy:
     alpha
         The largest allowed probability of a wrong promotion, and of a wrong rollback because of a limit.
     min_answers
-        No limit is judged, and nothing is promoted, before the canary has given this many answers that count.
+        No limit is judged before the canary has given this many answers that count. If there is a limit, nothing is promoted before either.
     min_seconds
         A canary is not promoted before it has been on its channel for this many seconds.
     max_seconds
@@ -234,7 +241,7 @@ def _missing(
     if policy.evaluate and (evaluation is None or not evaluation.passed):
         needs.append("the evaluation has not passed yet")
     needs += [f"{finding.limit} is not proved" for finding in findings if finding.must_hold and finding.verdict == "open"]
-    if any(finding.must_hold for finding in findings) and canary_answers < policy.min_answers:
+    if findings and canary_answers < policy.min_answers:  # even if all limits are monitors, which would see no answers
         needs.append(f"the canary has given {canary_answers} of {policy.min_answers} answers")
     if age < policy.min_seconds:
         needs.append(f"it is {age:.0f} of {policy.min_seconds:.0f} seconds old")

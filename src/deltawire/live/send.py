@@ -8,9 +8,11 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import FeedbackNotStored, RequestMalformed
+from .. import errors
+from ..errors import FeedbackNotStored, GatewayError, InteractionUnknown, RequestMalformed
 
 _TRIES = 4
+_UNKNOWN = InteractionUnknown.__name__
 
 
 def send_feedback(
@@ -28,13 +30,14 @@ def send_feedback(
 ) -> str:
     """Send feedback, and return its id when the gateway has stored it.
 
-    A request that fails is repeated with the same id, so the feedback counts once. Raises `RequestMalformed` if the gateway refuses it, and
-    `FeedbackNotStored` if the gateway cannot be reached or cannot store it.
+    A request that fails is repeated with the same id, so the feedback counts once. If the gateway refuses the feedback, the error that it
+    names is raised, such as `InteractionUnknown` or `RequestMalformed`, which is also raised if no gateway can be at the address.
+    `FeedbackNotStored` is raised if the gateway cannot be reached or cannot store it.
 
     Parameters
     ----------
     url
-        The address of the gateway.
+        The address of the gateway, without /v1.
     inference
         The id of the answer: its `id`, or the header `x-deltawire-inference-id`. None if `episode` is given.
     metric
@@ -67,27 +70,39 @@ def send_feedback(
         "tags": dict(tags or {}),
     }
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    reason = ""
+    kind = reason = ""
     for attempt in range(_TRIES):
         if attempt:
             time.sleep(0.25 * 2**attempt)
         try:
             answer = httpx.post(f"{url.rstrip('/')}/feedback", json=body, headers=headers, timeout=timeout, trust_env=False)
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+            raise RequestMalformed(f"{url!r} is not the address of a gateway: {error}.", hint="Write http://HOST:PORT.") from None
         except (httpx.HTTPError, OSError) as error:
-            reason = f"{type(error).__name__}: {error}"
+            kind, reason = "", f"{type(error).__name__}: {error}"
             continue
         if answer.status_code == 200:
             return name
-        reason = _why(answer)
-        if answer.status_code not in (404, 429) and answer.status_code < 500:  # another gateway's answer is unknown at first
+        kind, reason = _why(answer)
+        if answer.status_code in (404, 405) and kind != _UNKNOWN:
+            raise RequestMalformed(f"no gateway answers at {url}: status {answer.status_code}.", hint="Give its address without /v1.")
+        if kind != _UNKNOWN and answer.status_code != 429 and answer.status_code < 500:  # another gateway's answer is unknown at first
             break
     else:
-        raise FeedbackNotStored(f"the gateway at {url} did not store the feedback: {reason}.")
-    raise RequestMalformed(f"the gateway at {url} refuses the feedback: {reason}.", hint="")
+        if kind != _UNKNOWN:
+            raise FeedbackNotStored(f"the gateway at {url} did not store the feedback: {reason.rstrip('.')}.")
+    raise _named(kind)(f"the gateway at {url} refuses the feedback: {reason.rstrip('.')}.", hint="")
 
 
-def _why(answer: Any) -> str:
+def _why(answer: Any) -> tuple[str, str]:
+    """Return the name of an error and its message, which ends with what to do. The name is empty if the answer has none."""
     try:
-        return str(json.loads(answer.content)["error"]["message"])
+        error = json.loads(answer.content)["error"]
+        return str(error["type"]), str(error["message"])
     except (ValueError, KeyError, TypeError):
-        return f"status {answer.status_code}"
+        return "", f"status {answer.status_code}"
+
+
+def _named(kind: str) -> type[GatewayError]:
+    found = getattr(errors, kind, None)
+    return found if isinstance(found, type) and issubclass(found, GatewayError) else RequestMalformed

@@ -73,15 +73,19 @@ def resume_point(log: ChainLog, step: int | None, digest_of: Callable[[Commit], 
         return ResumePoint()
     if step is None:
         raise CheckpointError(
-            f"{log.store.url} holds a run at step {newest.step}, but there is no checkpoint to continue from. "
-            "Pass the directory of its checkpoints, or another location for a new run."
+            f"{log.store.url} holds a run at step {newest.step}, but there is no checkpoint to continue from.",
+            hint="If a trainer began the run, pass the directory of its checkpoints (checkpoints=). If another program began it, such as a "
+            "Publisher, this trainer cannot join it: use a new location, and start the trainer first. It publishes the first version, and "
+            "engines and gateways then follow it.",
         )
     if newest.step is not None and newest.step < step:
         return ResumePoint()
     found = _of_step(log, newest, step)
     if found is None or found.digest != digest_of(found):
         raise CheckpointError(
-            f"the checkpoint of step {step} does not belong to the run in {log.store.url}: no version there has its weights."
+            f"the checkpoint of step {step} does not belong to the run in {log.store.url}: no version there has its weights.",
+            hint="Pass the checkpoints of that run, or use a new location. If another program than this trainer began the run, such as a "
+            "Publisher, a trainer cannot join it.",
         )
     return ResumePoint(seq=found.seq) if found.seq == newest.seq else ResumePoint(rewind_to=found.seq)
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 from .. import __version__
+from ..addresses import naming_address
 from ..errors import TelemetryUnavailable
 from ..events import Event, printable
 from ..events.registry import REGISTRY
@@ -134,13 +135,8 @@ class PrometheusMetrics:
             return known.setdefault(labels, collector.labels(*labels))
 
     def _listen(self, prometheus_client: Any, host: str, port: int) -> None:
-        try:
+        with naming_address("metrics", host, port, TelemetryUnavailable):
             self._server, self._thread = prometheus_client.start_http_server(port, host, self.registry)
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise TelemetryUnavailable(
-                f"metrics cannot be served on {host}, port {port}: {reason}.", hint="Choose another port or address."
-            ) from error
         self.port = int(self._server.server_address[1])
 
 

@@ -39,6 +39,15 @@ def test_a_monitor_needs_a_limit_that_can_be_broken(text):
         Limit.parse(text, must_hold=False)
 
 
+@pytest.mark.parametrize("must_hold", [False, True])
+@pytest.mark.parametrize("size", ["20%", "0.05", "0"])
+def test_a_limit_without_a_sign_is_told_which_signs_there_are(size, must_hold):
+    with pytest.raises(UnusableGate, match="has no sign") as raised:
+        Limit.parse(f"length:{size}", must_hold=must_hold)
+    assert f"length:+{size}" in raised.value.hint
+    assert f"length:-{size}" in raised.value.hint
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -137,8 +146,14 @@ def test_a_decision_follows_from_the_evidence(findings, evaluation, answers, age
 
 
 def test_a_gate_with_an_evaluation_alone_needs_no_answers():
+    assert decide(GatePolicy(evaluate=True), [], PASSED, 0, 0.0).outcome == "promote"
+
+
+def test_a_monitor_needs_answers_before_the_evaluation_promotes():
     policy = GatePolicy((LENGTH,), evaluate=True)
-    assert decide(policy, [finding(LENGTH)], PASSED, 0, 0.0).outcome == "promote"
+    early = decide(policy, [finding(LENGTH)], PASSED, 99, 0.0)
+    assert (early.outcome, early.why) == ("continue", "the canary has given 99 of 100 answers")
+    assert decide(policy, [finding(LENGTH)], PASSED, 100, 0.0).outcome == "promote"
 
 
 def test_an_evaluation_that_was_not_asked_for_decides_nothing():

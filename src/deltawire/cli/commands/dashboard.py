@@ -31,11 +31,12 @@ _LONGEST_ENDING = 5.0
 def _server(observer: Observer, host: str, port: int | None, names: Collection[str]) -> DashboardServer:
     """Return a server at this port, or at the usual one. If the usual one is taken, return a server at a free port."""
     from ...dashboard.server import DashboardServer
+    from ...errors import AddressUnavailable
 
     try:
         return DashboardServer(observer, host=host, port=_PORT if port is None else port, names=names)
-    except OSError as error:
-        if port is not None or error.errno != errno.EADDRINUSE:
+    except AddressUnavailable as error:
+        if port is not None or getattr(error.__cause__, "errno", None) != errno.EADDRINUSE:
             raise
         return DashboardServer(observer, host=host, names=names)
 

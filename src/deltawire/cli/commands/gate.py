@@ -50,7 +50,7 @@ def gate(
             "--monitor",
             metavar="LIMIT",
             help="A limit that leads to a rollback if it is broken, and need not be proved: length:+20%, refusal:+0.02, "
-            "bad_tool_calls:+0.01, or one of any metric. May be given several times.",
+            "bad_tool_calls:+0.01, or one of any metric. A promotion then needs --min-answers. May be given several times.",
             show_default=False,
         ),
     ] = None,
@@ -84,7 +84,13 @@ def gate(
         float, typer.Option("--alpha", metavar="P", help="The largest allowed probability of a wrong promotion, and of a wrong rollback.")
     ] = 0.05,
     min_answers: Annotated[
-        int, typer.Option("--min-answers", min=1, metavar="N", help="Judge no limit before the canary has given this many answers.")
+        int,
+        typer.Option(
+            "--min-answers",
+            min=1,
+            metavar="N",
+            help="With --metric or --monitor: judge and promote nothing before the canary has given this many answers.",
+        ),
     ] = 100,
     min_seconds: Annotated[
         float,
@@ -211,9 +217,16 @@ def _check_channels(look: GateLook, *, waits: bool) -> None:
         raise NoChannel(look.missing, hint="Check the names, or wait for the channels with --wait-for-channels.")
 
 
+def _check_first(judge: Gate, look: GateLook, *, waits: bool) -> None:
+    """Check the names of channels and metrics at the first look, although there may be no canary yet for which they are needed."""
+    _check_channels(look, waits=waits)
+    if look.state == "idle":
+        judge.check_limits()
+
+
 def _look_once(judge: Gate, as_json: bool, *, waits: bool) -> None:
     look = judge.look()
-    _check_channels(look, waits=waits)
+    _check_first(judge, look, waits=waits)
     while look.is_evaluating:
         time.sleep(_WHILE_EVALUATING)
         look = judge.look()
@@ -229,9 +242,13 @@ def _watch(judge: Gate, poll: float, *, waits: bool) -> None:
     from ...errors import DeltawireError
 
     told: str | None = None
+    checked = False
     while True:
         try:
             look = judge.look()
+            if not checked:
+                _check_first(judge, look, waits=waits)
+                checked = look.state != "waiting"
         except DeltawireError as error:
             if not error.retryable:
                 raise

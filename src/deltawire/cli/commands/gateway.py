@@ -12,7 +12,7 @@ import typer
 
 from ..options.chain import URL_HELP, RunOption, TrustOption, check_url, reader_options
 from ..options.common import JsonLinesOption
-from ..options.server import HostOption, NamesOption, PortOption
+from ..options.server import HostOption, NamesOption, PortOption, check_packages
 from ..output.terminal import print_json_line, print_line, print_notice
 from ..process.ending import Ending
 from ..process.exit_codes import exit_codes
@@ -159,7 +159,7 @@ def gateway(
     Ctrl-C and SIGTERM let it finish what it has begun. If it is killed, its next start stores what it had recorded.
     """
     with exit_codes(json, one_line=True):
-        _check_packages()
+        check_packages("the gateway", ("aiohttp", "fastapi", "uvicorn"), "aiohttp fastapi uvicorn httptools")
         from ...gateway import GatewayOptions, serve_gateway
         from ...gateway.options import EngineAddress
 
@@ -209,14 +209,6 @@ def _load(spec: str | None) -> Any:
         return load_reward(spec)
     except UnusableReward as error:
         raise typer.BadParameter(error.message) from None
-
-
-def _check_packages() -> None:
-    from importlib.util import find_spec
-
-    missing = [package for package in ("aiohttp", "fastapi", "uvicorn") if find_spec(package) is None]
-    if missing:
-        raise ImportError(f"the gateway needs {' and '.join(missing)}. Run `pip install aiohttp fastapi uvicorn httptools`.")
 
 
 def _print_as_json(event: Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +12,7 @@ from ..options.chain import URL_HELP, RunOption, TrustOption, check_url, reader_
 from ..options.channels import ChannelOption
 from ..options.common import JsonLinesOption
 from ..options.member import DeviceOption
-from ..options.server import HostOption, PortOption
+from ..options.server import HostOption, PortOption, check_packages
 from ..output.terminal import print_json_line, print_line, print_notice
 from ..process.ending import Ending
 from ..process.exit_codes import exit_codes
@@ -41,7 +42,14 @@ def serve(
 
     The model runs in this process with transformers, and follows the chain or a channel while it answers. Use vLLM for large models.
     """
-    with exit_codes(json, one_line=True):
+    with exit_codes(json, one_line=True), ExitStack() as stack:
+        check_packages("serve", ("torch", "transformers", "uvicorn"), "torch transformers uvicorn httptools")
+        from ...addresses import listening_socket
+
+        # The port and the chain are tried before the imports, which take up to a minute.
+        listening = stack.enter_context(listening_socket("the model", host, port))
+        reading = reader_options(run, trust, pin=False, channel=channel)
+        _check_chain(source, reading, channel)
         from ...rl.member import pick_device
         from ...rl.serving.openai_server import serve_openai
 
@@ -59,9 +67,6 @@ def serve(
             elif event.name in ("sync-failed", "swap-failed", "engine-quarantined", "follow-failed"):
                 print_notice(str(event.fields.get("reason")))
 
-        reading = reader_options(run, trust, pin=False, channel=channel)
-        if channel is not None:
-            _notice_missing(source, reading, channel)
         with leaving_on_signals(stop), Ending(_LONGEST_ENDING) as ending:
             serve_openai(
                 source,
@@ -74,18 +79,21 @@ def serve(
                 stop=stop,
                 on_ready=tell,
                 on_event=ending.with_output(notice),
+                listening=listening,
             )
 
 
-def _notice_missing(source: str, reading: ReaderOptions, channel: str) -> None:
-    """Print a notice if the channel does not exist, which names the channels that do. Other errors show when the server starts."""
+def _check_chain(source: str, reading: ReaderOptions, channel: str | None) -> None:
+    """Open the chain. Print a notice if the channel does not exist, which names the channels that do."""
     from ...chain.channels import ChannelReader
-    from ...errors import DeltawireError, NoChannel
+    from ...errors import NoChannel
 
-    try:
-        with opened(source) as store:
-            ChannelReader(reading.open_log(store), channel).newest()
-    except NoChannel as error:
-        print_notice(f"will wait: {error}")
-    except DeltawireError:
-        return
+    with opened(source) as store:
+        log = reading.open_log(store)
+        log.run  # noqa: B018 - read now, so that a chain that does not exist is an error before the imports
+        if channel is None:
+            return
+        try:
+            ChannelReader(log, channel).newest()
+        except NoChannel as error:
+            print_notice(f"will wait: {error}")

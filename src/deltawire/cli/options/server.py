@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Annotated, TypeAlias
 
 import typer
@@ -18,6 +20,23 @@ def check_address(host: str) -> str:
     except ValueError:
         raise typer.BadParameter(f"{host!r} is not an address. Give one in numbers, such as 127.0.0.1 or 0.0.0.0.") from None
     return host
+
+
+def check_packages(what: str, packages: Sequence[str], install: str) -> None:
+    """Raise an error that says what to install, if a package is missing. Nothing is imported.
+
+    Parameters
+    ----------
+    what
+        The thing that needs the packages.
+    packages
+        The packages.
+    install
+        What pip should install, with packages that are useful and not needed.
+    """
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise ImportError(f"{what} needs {' and '.join(missing)}. Run `pip install {install}`")
 
 
 def check_names(names: list[str] | None) -> list[str] | None:

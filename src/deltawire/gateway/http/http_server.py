@@ -10,9 +10,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ...addresses import listening_socket, naming_address
+
 ENDING_SECONDS = 10.0
 """Answers that were begun have this long to end."""
 
+_BACKLOG = 2048
 _MOST_HEAD = 64 << 10
 HEAD_SECONDS = 60.0
 """The head of a request must be complete this long after its first byte, and the first one this long after the connection was made."""
@@ -119,9 +122,11 @@ async def listen(
     stop: threading.Event,
     on_ready: Callable[[str], Any],
     *,
+    what: str = "the gateway",
+    listening: socket.socket | None = None,
     on_bad_head: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serve until the event is set.
+    """Serve until the event is set. Raises `AddressUnavailable`.
 
     Parameters
     ----------
@@ -135,13 +140,16 @@ async def listen(
         Set this event to end serving.
     on_ready
         Called with the address of the server when it accepts requests.
+    what
+        The thing that is served, for the message of an error.
+    listening
+        A socket that has this address already, from `listening_socket`. It is closed at the end.
     on_bad_head
         Called for each request that is refused before the application gets it.
     """
-    # asyncio sets TCP_NODELAY only on sockets that name their protocol. Without it, answers wait 40 ms for an acknowledgement.
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((host, port))
+    with listening_socket(what, host, port) if listening is None else listening as listening:
+        with naming_address(what, host, port):
+            listening.listen(_BACKLOG)  # here another server may have the address, if both were bound before one of them listened
         server = _server(app, on_bad_head)
         address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         serving = asyncio.ensure_future(server.serve(sockets=[listening]))
@@ -174,7 +182,7 @@ def _server(app: Any, on_bad_head: Callable[[], object]) -> Any:
         server_header=False,
         proxy_headers=False,
         ws="none",
-        backlog=2048,
+        backlog=_BACKLOG,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int(ENDING_SECONDS),
     )

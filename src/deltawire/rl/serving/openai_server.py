@@ -7,6 +7,8 @@ exactly. It keeps its answers for gateways (`engines.answer_table`). Large model
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 import time
 import uuid
@@ -14,9 +16,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
+from ...addresses import listening_socket
 from ...chain.reader_options import ReaderOptions
 from ...engines.answer_table import ANSWERS_ROUTE, ENGINE_ROUTE, RECORD_HEADER, REQUEST_ID, AnswerTable
-from ...errors import EngineError, EnginesAway, GatewayError, RequestMalformed
+from ...errors import EngineError, EnginesAway, GatewayError, ModelUnknown, RequestMalformed
 from ...events import OnEvent
 from ...gateway.http.bodies import (
     Headers,
@@ -40,7 +43,10 @@ from ..generation import TransformersGenerator
 from .batch_server import BatchServer, DrawnToken, WantedCompletion
 from .openai_shapes import Wanted, choice_body, logprobs_body, output_items, read_wanted, response_object, usage
 
+SERVED = "the model"
+"""The thing that is served, for the message when the address cannot be used."""
 _MOST_BODY = 16 << 20
+_LONGEST_NAME = 100
 _PREFIXES = {"chat": "chatcmpl-", "completions": "cmpl-", "responses": "resp_"}
 
 
@@ -103,9 +109,11 @@ class OpenAiServer:
 
     async def _answer(self, route: str, headers: Headers, receive: Receive, send: Send) -> None:
         body = parse_object(await read_body(receive, headers, _MOST_BODY))
+        if body.get("model") not in (None, "", self._name):
+            raise ModelUnknown(f"this server has no model {str(body['model'])[:_LONGEST_NAME]!r}. It has {self._name!r}.")
         wanted = read_wanted(route, body)
         name = headers.get(REQUEST_ID) or uuid.uuid4().hex
-        answer = _Answer(self, route, wanted, name, str(body.get("model") or self._name))
+        answer = _Answer(self, route, wanted, name, self._name)
         answer.is_recorded = RECORD_HEADER in headers
         answer.shows_usage = isinstance(options := body.get("stream_options"), dict) and options.get("include_usage") is True
         rows = answer.rows = await asyncio.to_thread(self._rows, answer)
@@ -355,8 +363,9 @@ def serve_openai(
     stop: threading.Event | None = None,
     on_ready: Callable[[str], Any] | None = None,
     on_event: OnEvent | None = None,
+    listening: socket.socket | None = None,
 ) -> None:
-    """Serve the model of a chain until `stop` is set. It answers when it has the first version.
+    """Serve the model of a chain until `stop` is set. It answers when it has the first version. Raises `AddressUnavailable`.
 
     Parameters
     ----------
@@ -380,16 +389,20 @@ def serve_openai(
         Called with the address of the server when it accepts requests.
     on_event
         Called with each event of the engine.
+    listening
+        A socket that has this address already, from `deltawire.addresses.listening_socket`. It is closed at the end.
     """
     reading = reading or ReaderOptions()
-    store = reading.open_store(url, on_event=on_event)
-    generator = TransformersGenerator(store, device=device, options=reading, poll=poll, on_event=on_event)
-    generator.start()
-    server = OpenAiServer(generator, name=name)
-    try:
-        asyncio.run(listen(server, host, port, stop or threading.Event(), on_ready or (lambda address: None)))
-    finally:
-        server.close()
-        generator.close()
+    with contextlib.ExitStack() as stack:
+        # The port comes first, because the model takes a while.
+        bound = stack.enter_context(listening_socket(SERVED, host, port) if listening is None else listening)
+        store = reading.open_store(url, on_event=on_event)
         if store is not url:
-            store.close()
+            stack.callback(store.close)
+        generator = TransformersGenerator(store, device=device, options=reading, poll=poll, on_event=on_event)
+        generator.start()
+        stack.callback(generator.close)
+        server = OpenAiServer(generator, name=name)
+        stack.callback(server.close)
+        told = on_ready or (lambda address: None)
+        asyncio.run(listen(server, host, port, stop or threading.Event(), told, what=SERVED, listening=bound))

@@ -8,12 +8,15 @@ import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from ...errors import RequestMalformed
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _MOST_PROMPTS, _MOST_CHOICES = 64, 16
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The types of parts that are texts, and the field that has the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +70,13 @@ def read_wanted(route: str, body: Mapping[str, Any]) -> Wanted:
     limit = next((each for each in limits if each is not None), 16 if route == "completions" else None)
     if limit is not None and (type(limit) is not int or limit < 1):
         raise RequestMalformed("the limit of tokens must be a whole number above 0.")
-    choices, seed = body.get("n") or 1, body.get("seed")
+    choices, seed = 1 if body.get("n") is None else body["n"], body.get("seed")
     if type(choices) is not int or not 1 <= choices <= _MOST_CHOICES:
         raise RequestMalformed(f"n must be a whole number from 1 to {_MOST_CHOICES}.")
     if seed is not None and type(seed) is not int:
         raise RequestMalformed("seed must be a whole number.")
+    if not isinstance(body.get("stream"), (bool, NoneType)):
+        raise RequestMalformed("stream must be true or false.")
     temperature, top_p = _number(body, "temperature", 0.0, 100.0), _number(body, "top_p", 0.0, 1.0)
     stop = body.get("stop") or []
     stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else None
@@ -102,9 +107,22 @@ def _messages(found: Any) -> list[dict[str, Any]]:
     for each in found:
         content = each.get("content")
         if isinstance(content, list):
-            content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-        messages.append({**each, "content": content if isinstance(content, str) else ""})
+            content = "".join(map(_text_of, content))
+        if not isinstance(content, (str, NoneType)):
+            raise RequestMalformed("the content of a message must be a text, or a list of texts.")
+        messages.append({**each, "content": content or ""})  # a message with tool calls may have none
     return messages
+
+
+def _text_of(part: Any) -> str:
+    """Return the text of a part of a message."""
+    kind = part.get("type", "text") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind not in _TEXTS:
+        raise RequestMalformed("this server takes only texts in messages, and no images, audio or files.")
+    text = part.get(_TEXTS[kind])
+    if not isinstance(text, str):
+        raise RequestMalformed(f"a part of a message has the type {kind!r}, but no text.")
+    return text
 
 
 def _prompts(found: Any) -> list[Any]:
