@@ -86,6 +86,7 @@
     │   ├── RequestSlow             the body did not arrive in time
     │   ├── KeyRefused              the API key is missing, unknown, or not meant for this route
     │   ├── HostRefused             the request was sent to a name that the gateway does not have
+    │   ├── OriginRefused           a page sent the request whose origin the gateway was not told
     │   ├── ModelUnknown            the server has no model of that name
     │   ├── InteractionUnknown      there is no interaction or episode with that id
     │   ├── InteractionExpired      feedback came after the metric's window
@@ -689,6 +690,13 @@ class ModelUnknown(GatewayError):
 
     hint = "Name that one, or leave `model` out. `GET /v1/models` lists it, and `deltawire serve --model` sets the name."
     status = 404
+
+
+class OriginRefused(GatewayError):
+    """A browser sent a request for a page, and the gateway was not told the origin of that page."""
+
+    hint = "If the page may use this gateway, start the gateway with --origin and the origin of the page."
+    status = 403
 
 
 class InteractionUnknown(GatewayError):

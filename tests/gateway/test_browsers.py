@@ -94,8 +94,14 @@ def test_pages_of_other_origins_may_not(origin: str, engine: str, store: Store, 
     with gateway(store, tmp_path, engine, origins=(APP,)) as scene:
         status, _, headers = options(scene, **asked(origin))
         assert (status, cors(headers)) == (405, {"vary": "origin"})
-        status, _, headers = scene.chat(headers={"origin": origin})
-        assert (status, cors(headers)) == (200, {"vary": "origin"})
+        status, answer, headers = scene.chat(headers={"origin": origin})
+        if origin:
+            assert (status, answer["error"]["type"]) == (403, "OriginRefused")
+        else:
+            assert status == 200
+        assert cors(headers) == {"vary": "origin"}
+        status, answer, _ = scene.post("/feedback", {}, headers={"origin": origin, "content-type": "text/plain"})
+        assert (status, answer["error"]["type"]) == ((403, "OriginRefused") if origin else (400, "RequestMalformed"))
 
 
 def test_a_question_to_another_name_or_for_odd_headers_is_not_granted(engine: str, store: Store, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ..errors import (
     InteractionUnknown,
     KeyRefused,
     MethodUnknown,
+    OriginRefused,
     RequestMalformed,
     RouteUnknown,
 )
@@ -106,6 +107,8 @@ class Endpoint:
                 raise MethodUnknown(f"{scope['path']} takes {self._methods[0]} and not {scope['method'][:20]}.")
             if not accepts_host(headers.get("host"), self._gateway.names):
                 raise HostRefused("this gateway does not have that name.")
+            if scope["method"] == "POST" and headers.get("origin", "") not in ("", *self._gateway.origins):
+                raise OriginRefused(f"pages of {headers['origin'][:80]!r} may not send requests to this gateway.")
             caller = Caller() if self._is_open else self._gateway.keys.caller(headers)
             if caller.only_feedback and not self._is_feedback:
                 raise KeyRefused("this API key is only for feedback.")
@@ -169,6 +172,7 @@ class GatewayApp:
         self._options, self._session, self._pool, self._proxy, self._feedback = options, session, pool, proxy, feedback
         self.keys, self._metric_names = keys, names
         self.names = {"localhost", *(name.lower() for name in options.names)}
+        self.origins = options.origins
         self.on_event = on_event
         self._memory, self._metrics = memory, metrics
         self._requests = 0
