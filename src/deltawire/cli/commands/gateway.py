@@ -28,7 +28,7 @@ _NOTICES = {
     "caller-without-answers": "the caller {caller} can rate nothing, because all its keys are for feedback without `all`: give it a key "
     "without `feedback` too",
     "engine-away": "the engine {engine} does not answer: {reason}",
-    "engine-back": "the engine {engine} answers, with commit {seq}",
+    "engine-back": "the engine {engine} answers{commit}",
     "recording-waits": "interactions stay in the journal: {reason}",
     "recording-stopped": "answers are no longer recorded: {reason}",
     "recording-resumed": "answers are recorded again",
@@ -228,7 +228,8 @@ class _Notices:
             if not self._host.startswith("127.") and self._host != "::1":
                 print_notice("everybody who can reach this machine can use the gateway, unless --keys is given")
         elif (form := _NOTICES.get(event.name)) is not None:
-            line = form.format(**event.fields)
+            seq = event.fields.get("seq")
+            line = form.format(**event.fields, commit="" if seq is None else f", with commit {seq}")
             if self._last.get(event.name) != line:
                 self._last[event.name] = line
                 print_notice(line)
