@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -81,7 +82,11 @@ def test_warnings_are_left_out_and_errors_are_not(
     config = uvicorn.Config(lambda: None, log_config=None, ws="none", lifespan="off")
     config.load()
     caplog.clear()
-    protocol = bounded_http()(config, ServerState(), {})
-    protocol.logger.warning("a caller sent nonsense")
-    protocol.logger.error("the application failed")
+
+    async def work() -> None:
+        protocol = bounded_http()(config, ServerState(), {})
+        protocol.logger.warning("a caller sent nonsense")
+        protocol.logger.error("the application failed")
+
+    asyncio.run(work())
     assert [record.message for record in caplog.records] == ["the application failed"]
