@@ -234,7 +234,7 @@ def test_the_hash_of_no_key_lets_nobody_in(tmp_path: Path) -> None:
     [
         (b'{"a": ' + b"9" * 5000 + b"}", "the body has a number with too many digits"),
         (b'{"a": NaN}', "the body is not JSON: NaN is not a number in JSON"),
-        (b'{"a"\xff', "the body is not JSON: its byte 4 is no UTF-8"),
+        (b'{"a"\xff', "the body is not JSON: its byte 4 is not UTF-8"),
         (b"{", "the body is not JSON: Expecting property name"),
     ],
     ids=["digits", "NaN", "bytes", "end"],

@@ -133,7 +133,7 @@ def parse_object(body: bytes, memory: Reservation | None = None) -> dict[str, An
     except RecursionError:
         raise RequestMalformed("the body is nested too deeply.") from None
     except UnicodeDecodeError as error:
-        raise RequestMalformed(f"the body is not JSON: its byte {error.start:,} is no UTF-8.") from None
+        raise RequestMalformed(f"the body is not JSON: its byte {error.start:,} is not UTF-8.") from None
     except (json.JSONDecodeError, _NoConstant) as error:
         raise RequestMalformed(f"the body is not JSON: {str(error)[:200]}.") from None
     except ValueError:  # Python reads no numbers with thousands of digits
