@@ -310,9 +310,11 @@ def measure_long(minutes: float = 60.0, rate: float | None = None) -> Table:
                 speed = [f"{reached:,.0f}", f"{_ms(times, 0.5):.1f}", f"{_ms(times, 0.99):.1f}"]
                 after = f"{minutes * number / _INTERVALS:.3g} min"
                 table.rows.append([after, f"{answers:,}", *speed, f"{memory[-1]:.0f} MiB", f"{_size(journal) / 1024:,.0f} KiB"])
-            end = time.perf_counter() + 60
-            while (stored := _count(store)) < answers and time.perf_counter() < end:
-                time.sleep(0.1)
+            end, last = time.perf_counter() + 60, -1
+            # One count can take longer than a minute, and does not see files that come meanwhile. So the last two must be equal.
+            while (stored := _count(store)) < answers and (stored != last or time.perf_counter() < end):
+                last = stored
+                time.sleep(1)
     table.check(f"every one of the {answers:,} acknowledged answers is in the store, and nothing else ({stored:,})", stored == answers)
     half = memory[_INTERVALS // 2 - 1]
     table.check(f"memory grows by less than 10% in the second half ({half:.0f} to {memory[-1]:.0f} MiB)", memory[-1] < 1.1 * half)
