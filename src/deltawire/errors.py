@@ -653,6 +653,7 @@ class RouteUnknown(GatewayError):
 class MethodUnknown(GatewayError):
     """A route does not take the method of a request."""
 
+    hint = "Use the method that the message names."
     status = 405
 
 

@@ -57,7 +57,7 @@ def test_a_channel_that_does_not_exist_is_told_once_with_those_that_do() -> None
 def test_serve_tells_of_a_missing_channel_before_it_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = open_store(str(tmp_path / "chain"))
     ChannelledChain(store=store).promote(2, "stable")
-    serve_command._notice_missing(store.url, ReaderOptions(channel="stable"), "stable")
+    serve_command._check_chain(store.url, ReaderOptions(channel="stable"), "stable")
     assert capsys.readouterr().err == ""
-    serve_command._notice_missing(store.url, ReaderOptions(channel="stabel"), "stabel")
+    serve_command._check_chain(store.url, ReaderOptions(channel="stabel"), "stabel")
     assert "has no channel 'stabel'. It has stable." in capsys.readouterr().err
