@@ -6,7 +6,8 @@ Each lane is a process of pytest. Its lines are printed at once, after the name 
 stopped, and the last lines of the failed lane are printed again at the end. There are more lanes than cores: many tests wait most of the
 time, and short lanes leave no core idle at the end. A lane that prints nothing for a long time counts as failed; by then, pytest has
 printed where its threads are. A few lanes run at a time, and the others begin as these end. One process imports torch and transformers for
-all lanes and forks them, and the lanes fork their own processes from it.
+all lanes and forks them, and the lanes fork their own processes from it. Temporary files are in memory if there is room: stores and
+journals sync their files, and on a disk most tests would wait for that.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import collections
 import contextlib
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from forked_python import ForkedPopen
@@ -72,6 +76,9 @@ GRACE = 60.0
 """Seconds that an interrupted lane has to stop the processes that it started."""
 SILENCE = 1200.0
 """A lane that prints nothing for this many seconds waits for something that will not happen."""
+MEMORY = Path("/dev/shm")
+ROOM = 4 << 30
+"""The free bytes of a file system in memory that is used for temporary files. A whole run takes less than 1 GiB at a time."""
 REPEATED = 200
 """The number of lines of a failed lane that are printed again at the end."""
 
@@ -132,6 +139,17 @@ class Lane:
         self.seconds = time.monotonic() - self._began
 
 
+@contextlib.contextmanager
+def files_in_memory() -> Iterator[None]:
+    """Let all lanes make their temporary files in memory if it has room, and delete them at the end."""
+    if "TMPDIR" in os.environ or not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < ROOM:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="deltawire-tests-", dir=MEMORY, ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"] = folder
+        yield
+
+
 def run(names: list[str]) -> int:
     """Run these lanes. Return the exit status."""
     printing = threading.Lock()
@@ -189,7 +207,8 @@ def main() -> None:
     if unknown := [name for name in names if name not in LANES]:
         sys.exit(f"There is no lane {unknown[0]!r}: there are {', '.join(LANES)}.")
     try:
-        sys.exit(run(names))
+        with files_in_memory():
+            sys.exit(run(names))
     except KeyboardInterrupt:
         sys.exit(130)
 

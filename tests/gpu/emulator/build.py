@@ -16,6 +16,8 @@ from typing import Any
 from deltawire.codec.gpu.sources import kernel_source
 
 _SHIM = Path(__file__).with_name("cuda.hpp")
+_BUILT = Path(__file__).resolve().parents[3] / "build"
+"""The folder of libraries. It stays from run to run, unlike folders for temporary files."""
 _DYNAMIC = "extern __shared__ __align__(16) u8 shared[];"
 _EMULATED_DYNAMIC = "u8* const shared = (u8*)(((u64)emulated::shared_memory.data() + 15) & ~15ull);"
 _CONSTANTS = 'extern "C" __device__ const'
@@ -65,8 +67,9 @@ def _compiled(define: str, source: str, without: str | None) -> Any:
     found = compiler()
     assert found is not None
     key = hashlib.sha256("\n".join([found, *_OPTIONS, text]).encode()).hexdigest()[:24]
-    path = Path(tempfile.gettempdir()) / f"deltawire-emulated-{key}.so"
+    path = _BUILT / f"emulated-{key}.so"
     if not path.exists():
+        _BUILT.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             unit = Path(folder) / "kernels.cpp"
             unit.write_text(text)
