@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from free_ports import free_port
 from report import Table
 
 from deltawire.publish.writer_options import WriterOptions
@@ -37,10 +37,8 @@ def measure(elements: int, steps: int, ranks: int = RANKS) -> Table:
         ],
     )
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
         workers = [context.Process(target=_rank, args=(rank, ranks, port, elements, steps, folder)) for rank in range(ranks)]
         for worker in workers:
             worker.start()

@@ -29,7 +29,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -39,6 +38,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from free_ports import free_port
 from gpu_engine_models import MODELS, RECIPE, State, expected_hashes, new_state, save, train
 
 from deltawire import Publisher, WriterOptions
@@ -67,9 +67,7 @@ class Server:
     """
 
     def __init__(self, model: Path, log: Path, arguments: list[str]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "m"]

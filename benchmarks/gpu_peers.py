@@ -17,9 +17,10 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from typing import Any
+
+from free_ports import free_port
 
 ROWS, COLUMNS = 4096, 4096
 CUTS = ("rows", "columns", "turned")
@@ -33,9 +34,7 @@ def main() -> None:
     arguments.add_argument("--repeats", type=int, default=3)
     arguments.add_argument("--timeout", type=float, default=300)
     given = arguments.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=_worker, args=(rank, port, given)) for rank in range(2)]
     for worker in workers:

@@ -15,12 +15,13 @@ import json
 import multiprocessing
 import os
 import shutil
-import socket
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from free_ports import free_port
 
 CONFIG = {"config.json": b"{}"}
 VERSIONS = 5
@@ -41,9 +42,7 @@ def main() -> None:
     memory = Path("/dev/shm")
     folder = tempfile.mkdtemp(dir=memory if memory.is_dir() else None)
     try:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         workers = [context.Process(target=_rank, args=(rank, port, folder, given)) for rank in range(given.ranks)]
         for worker in workers:
             worker.start()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
+
+from free_ports import free_port
 
 _BUCKET = "deltawire-benchmarks"
 _KEY, _SECRET = "deltawirebenchmarks", "deltawirebenchmarkssecret"
@@ -85,9 +86,7 @@ def server_command(weed: str, folder: Path, key: str, secret: str, address: str 
     reader = {"name": "reader", "credentials": [{"accessKey": f"{key}reader", "secretKey": secret}], "actions": ["Read", "List"]}
     (folder / "identities.json").write_text(json.dumps({"identities": [user, reader]}))
     names = [f"{service}.{kind}" for service in ("master", "volume", "filer", "s3") for kind in ("port", "port.grpc")]
-    with ExitStack() as stack:  # all ports are held at once, so that they differ
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
-        ports = {name: each.getsockname()[1] for name, each in zip(names, sockets, strict=True)}
+    ports = {name: free_port() for name in names}
     command = [weed, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", f"-ip.bind={address}", "-filer", "-s3"]
     command += [f"-{name}={port}" for name, port in ports.items()]
     command += [f"-s3.config={folder / 'identities.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]

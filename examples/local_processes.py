@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -47,9 +49,13 @@ def wait_for(url: str, process: subprocess.Popen[bytes], seconds: float = 300) -
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port on which no process listens. Systems give connections ports from 32768 on, so no connection takes it meanwhile."""
+    while True:
+        port = random.randrange(16_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
+            tcp.bind(("127.0.0.1", port))
+            udp.bind(("127.0.0.1", port))  # tests reserve ports by UDP
+            return port
 
 
 def print_logs(folder: Path) -> None:

@@ -14,7 +14,6 @@ import hashlib
 import hmac
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +33,7 @@ from deltawire.store import Store, StoreOptions, open_store
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import seaweed
+from free_ports import free_port
 
 BUCKET = "deltawire-tests"
 KEY, SECRET = "deltawiretests", "deltawiretestssecret"
@@ -151,20 +151,6 @@ def running(command: Sequence[str], log: Path, ready: Callable[[], bool], folder
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def free_port() -> int:
-    """Return a port on which no process listens."""
-    return free_ports(1)[0]
-
-
-def free_ports(count: int) -> list[int]:
-    """Return different ports on which no process listens."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def answers(port: int) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from pathlib import Path
 
 import pytest
+from servers import free_port
 from support import PACKAGE
 
 pytest.importorskip("torch.distributed.fsdp", reason="needs torch with FSDP2")
@@ -24,9 +24,7 @@ def test_sharded_ranks_replay_their_own_rows_bit_for_bit(tmp_path, monkeypatch):
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "replay_worker"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [context.Process(target=replay_worker.run, args=(rank, 2, port, str(tmp_path))) for rank in range(2)]
     for rank in ranks:
         rank.start()

@@ -7,13 +7,13 @@ import math
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from servers import free_port
 from support import PACKAGE, bits_of
 
 from deltawire import Subscriber
@@ -48,9 +48,7 @@ def job():
         import fsdp_worker
 
         def run(size, task):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
+            port = free_port()
             ranks = [context.Process(target=fsdp_worker.run, args=(rank, size, port, task)) for rank in range(size)]
             for rank in ranks:
                 rank.start()

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 
 from forked_python import ForkedPopen
 from server_nursery import ServerNursery
+from servers import free_port
 
 from deltawire.engines.vllm.driver.routes import VllmRoutes
 
@@ -29,12 +29,6 @@ deltawire_test_fp8_block = fp8_block_kernel:register
 deltawire_test_memory = model_memory:register
 deltawire_test_holds = held_completions:register
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 240) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import unittest.mock
 import warnings
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 import fp8_block_kernel
 from safetensors import safe_open
 from server_nursery import NOT_COMPILED, ONE_THREAD
+from servers import free_port
 from tiny_checkpoints import State, TinyModel
 
 import deltawire
@@ -75,7 +75,7 @@ def load_model(checkpoint: Path, **options: object) -> LoadedModel:
         ).create_engine_config()
         torch.set_num_threads(1)
         if not model_parallel_is_initialized():
-            join_workers(1, 0, f"tcp://127.0.0.1:{_free_port()}")
+            join_workers(1, 0, f"tcp://127.0.0.1:{free_port()}")
         empty_cache = unittest.mock.patch.object(torch.accelerator, "empty_cache")  # it raises on a CPU; vLLM's worker replaces it too
         with set_current_vllm_config(config), empty_cache:
             return LoadedModel(get_model(vllm_config=config), config)
@@ -201,9 +201,3 @@ def read_checkpoint(checkpoint: Path) -> Mapping[str, Any]:
         with safe_open(path, "pt") as file:
             found.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (it lists names only so)
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
