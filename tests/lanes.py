@@ -77,8 +77,8 @@ GRACE = 60.0
 SILENCE = 1200.0
 """A lane that prints nothing for this many seconds waits for something that will not happen."""
 MEMORY = Path("/dev/shm")
-ROOM = 4 << 30
-"""The free bytes of a file system in memory that is used for temporary files. A whole run takes less than 1 GiB at a time."""
+ROOM = 8 << 30
+"""The free bytes of a file system in memory that is used for temporary files. A whole run takes about 2 GiB at a time."""
 REPEATED = 200
 """The number of lines of a failed lane that are printed again at the end."""
 
@@ -145,7 +145,7 @@ def files_in_memory() -> Iterator[None]:
     if "TMPDIR" in os.environ or not MEMORY.is_dir() or shutil.disk_usage(MEMORY).free < ROOM:
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="deltawire-tests-", dir=MEMORY, ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="dw-", dir=MEMORY, ignore_cleanup_errors=True) as folder:
         os.environ["TMPDIR"] = folder
         yield
 

