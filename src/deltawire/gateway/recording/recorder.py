@@ -31,6 +31,7 @@ _MOST_WAITING = 20_000
 MOST_COPY = 1 << 20
 """Longer answers are recorded without the facts that are read from their text."""
 _THREAD_SECONDS = 10.0
+_MOST_TOLD = 100
 _ASK_AGAIN = Unusable("the engine has not reported yet what it drew.")
 
 
@@ -118,7 +119,7 @@ class Recorder:
     routers
         Returns the routers of the model.
     on_event
-        Called with "recording-stopped", "recording-resumed" and "interaction-unusable".
+        Called with "recording-stopped", "recording-resumed", "interaction-unusable" and "interaction-untrained".
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Recorder:
         self._routers = routers
         self._on_event = on_event
         self._stopped: str | None = None
+        self._told: set[str] = set()
         self._waiting_bytes = 0
         self._queues = AnswerQueues(pool, memory, self._record, lambda one, reason: self._unusable(one.journal, one.intent, reason))
         self._rows = RowThread()
@@ -275,7 +277,14 @@ class Recorder:
             redact=self._options.redact,
             keeps_text=self._options.text,
             routers=self._routers,
+            on_untrained=self._untrained,
         )
+
+    def _untrained(self, reason: str) -> None:
+        """Tell each reason once."""
+        if reason not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.add(reason)
+            emit(self._on_event, "interaction-untrained", reason=reason)
 
     async def _oldest(self, engine: PooledEngine | None, before: int | None) -> int | None:
         """Return the oldest version that an engine without labelled tokens had since a request."""
