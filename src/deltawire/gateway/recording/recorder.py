@@ -31,6 +31,8 @@ _MOST_WAITING = 20_000
 MOST_COPY = 1 << 20
 """Longer answers are recorded without the facts that are read from their text."""
 _THREAD_SECONDS = 10.0
+_LONGEST_SYNC = 10.0
+"""A disk that needs longer than this for a sync may soon take no writes into memory either, and then answers would wait for it."""
 _MOST_TOLD = 100
 _ASK_AGAIN = Unusable("the engine has not reported yet what it drew.")
 
@@ -309,16 +311,23 @@ class Recorder:
             self._cannot_write(error)
 
     async def _watch_size(self) -> None:
-        """Stop recording while the journal is full."""
+        """Stop recording while the journal is full, or its disk hangs."""
         while True:
-            size = self._journal.size + sum(journal.size for journal in self._ended if not journal.is_closed)
-            if size > self._options.journal_bytes:
-                most = f"{self._options.journal_bytes:,} are allowed"
-                self._stop(f"the journal {self._options.journal} has {size:,} bytes, because the store does not take them; {most}")
+            if (reason := self._hindrance()) is not None:
+                self._stop(reason)
             elif self._stopped is not None:
                 self._stopped = None
                 emit(self._on_event, "recording-resumed")
             await asyncio.sleep(self._options.flush)
+
+    def _hindrance(self) -> str | None:
+        if self._uploads.sync_seconds > _LONGEST_SYNC:
+            return f"the disk of the journal {self._options.journal} has not finished a sync for {_LONGEST_SYNC:g} s"
+        size = self._journal.size + sum(journal.size for journal in self._ended if not journal.is_closed)
+        if size <= self._options.journal_bytes:
+            return None
+        most = f"{self._options.journal_bytes:,} are allowed"
+        return f"the journal {self._options.journal} has {size:,} bytes, because the store does not take them; {most}"
 
     def _cannot_write(self, error: OSError) -> None:
         self._stop(f"the journal {self._options.journal} cannot be written: {error.strerror or error}")
