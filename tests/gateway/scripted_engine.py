@@ -38,6 +38,8 @@ class ScriptedEngine:
         """The status with which it answers those who ask for answers. 0 is the right one, and -1 closes the connection."""
         self.told: list[str] = []
         self.experts: dict[str, Any] | None = None
+        self.sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "changed_by": []}
+        """The sampling that it reports with its answers."""
 
     def serve(self, *, stop: threading.Event, on_ready: Callable[[str], Any]) -> None:
         async def serve() -> None:
@@ -88,7 +90,8 @@ class ScriptedEngine:
             choice["weight_versions"] = [{"version": self.label, "start": 0, "end": 4}]
             if self.experts is not None:
                 choice["routed_experts"] = self.experts
-            self.table.put(name, [{"prompt_token_ids": [1, 2], "choices": [choice]}], logprobs="processed_logprobs")
+            call = {"prompt_token_ids": [1, 2], "choices": [choice], **self.sampling}
+            self.table.put(name, [call], logprobs="processed_logprobs")
         own = {"id": f"chatcmpl-{name}", "object": "chat.completion.chunk", "created": 1, "model": "m"}
         if body.get("stream"):
             await send_start(send, 200, {"content-type": "text/event-stream"})

@@ -1,18 +1,23 @@
-"""A journal whose disk is full, or that has no room for a row, loses nothing else and records nothing twice."""
+"""A journal whose disk is full or hangs, or that has no room for a row, loses nothing else and records nothing twice."""
 
 from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gateway_scene import gateway, serving, wait_until
+from scripted_engine import ScriptedEngine
+from tiny_policy import TinyPolicy
 
 import deltawire.gateway.recording.journal as module
 import deltawire.gateway.recording.journal_log as log_module
 from deltawire.gateway.recording.journal import Journal, ended_sessions
 from deltawire.gateway.recording.journal_log import JournalDisk
+from deltawire.store import Store
 
 SESSION = "g.0123456789abcdef"
 
@@ -113,3 +118,41 @@ def test_a_failed_compaction_leaves_no_file_open(tmp_path: Path, monkeypatch: py
     assert len(os.listdir("/proc/self/fd")) == before
     assert journal.is_empty()
     journal.close(remove=True)
+
+
+def test_answers_go_on_without_a_record_while_the_disk_of_the_journal_hangs(
+    policy: TinyPolicy, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltawire.gateway.recording.recorder._LONGEST_SYNC", 0.5)
+    hangs, works, sync = threading.Event(), threading.Event(), JournalDisk.sync
+
+    def hanging(disk: JournalDisk, descriptor: int) -> None:
+        if hangs.is_set():
+            works.wait()
+        sync(disk, descriptor)
+
+    monkeypatch.setattr(JournalDisk, "sync", hanging)
+    engine = ScriptedEngine(str(policy.first.seq))
+    with serving(engine.serve) as url, gateway(store, tmp_path, url) as scene:
+
+        def is_recorded() -> bool:
+            status, _, headers = scene.chat()
+            assert status == 200
+            names.append(headers["x-deltawire-inference-id"])
+            return scene.post("/feedback", {"inference_id": names[-1], "metric_name": "thumbs", "value": True})[0] == 200
+
+        names: list[str] = []
+        wait_until(is_recorded, "an answer that is recorded")
+        first = names[-1]
+        hangs.set()
+        try:
+            wait_until(lambda: not is_recorded(), "an answer that is not recorded")  # each one that is recorded leads to a sync
+            lost = names[-1]
+            (event,) = [event for event in scene.events if event.name == "recording-stopped"][-1:]
+            assert "has not finished a sync" in event.fields["reason"]
+        finally:
+            hangs.clear()
+            works.set()
+        wait_until(is_recorded, "an answer that is recorded again")
+        scene.wait_for(first, names[-1])
+        assert lost not in scene.ids()

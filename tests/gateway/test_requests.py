@@ -107,7 +107,8 @@ def without_secrets(shown: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if "w7" in shown["messages"][0]["content"]:
         return None
     messages = [{**each, "content": each["content"].replace("w5", "…")} for each in shown["messages"]]
-    return {**shown, "messages": messages, "answer": "…", "tags": {"seen": "yes"}, "train": "w6" not in messages[0]["content"]}
+    train = "w6" not in messages[0]["content"]
+    return {**shown, "messages": messages, "answer": "…", "tags": {"seen": "yes"}, "train": train, "tokens": True}
 
 
 def test_only_what_callers_and_rules_allow_is_recorded(engine: str, store: Store, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from live_samples import EPISODE, FEEDBACK, FULL, ID, INTERACTIONS, METRICS, PLA
 
 from deltawire.errors import CorruptFeedback, CorruptInteractions, CorruptRecord, CorruptRollouts, LimitExceeded, UnsupportedVersion
 from deltawire.format.feedback import MAX_FEEDBACK, MAX_FEEDBACK_BYTES, Feedback, FeedbackFile
-from deltawire.format.interactions import MAX_INTERACTIONS_BYTES, MAX_TEXT, ConversationText, Interactions, Message
+from deltawire.format.interactions import MAX_INTERACTIONS_BYTES, MAX_TEXT, AnswerFacts, ConversationText, Interactions, Message
 from deltawire.format.live_parts import INFERENCE_ID, is_session, new_inference_id, new_session
 from deltawire.format.records.live_records import Metric, Metrics
 from deltawire.store.live_keys import (
@@ -54,6 +54,20 @@ def edited(data: bytes, edit: Callable[[dict[str, Any]], object]) -> bytes:
     plain = json.loads(data[8:HEAD] if data is DATA else data)
     edit(plain)
     return with_record(spelled(plain)) if data is DATA else spelled(plain)
+
+
+def test_a_file_with_answers_whose_text_was_lost_is_of_version_2() -> None:
+    lost = replace(INTERACTIONS, interactions=(replace(PLAIN, facts=AnswerFacts(3, has_text=False)), FULL))
+    data = lost.to_bytes()
+    head = 8 + int.from_bytes(data[:8], "little")
+    plain = json.loads(data[8:head])
+    assert (plain["version"], json.loads(DATA[8:HEAD])["version"]) == (2, 1)
+    assert plain["interactions"][0]["facts"] == {"length": 3}
+    assert Interactions.parse(data).interactions == lost.interactions
+    for facts in ({"length": 10**9 + 1}, {"length": 3, "tool_calls": 1}, {}, PLAIN.facts.plain()):
+        plain["interactions"][0]["facts"] = facts
+        with pytest.raises(CorruptInteractions):
+            Interactions.parse(with_record(spelled(plain), data[head:]))
 
 
 @EVERY
@@ -104,7 +118,7 @@ def test_every_field_is_needed_and_none_is_unknown(kind: Any, data: bytes, error
     with pytest.raises(error):
         kind.parse(edited(data, lambda plain: plain[entries][0].update(more=1)))
     with pytest.raises(UnsupportedVersion):
-        kind.parse(edited(data, lambda plain: plain.update(version=2)))
+        kind.parse(edited(data, lambda plain: plain.update(version=3)))
 
 
 def _first(**changes: Any) -> Callable[[dict[str, Any]], object]:
@@ -134,6 +148,7 @@ LIES: list[tuple[bytes, Callable[[dict[str, Any]], object]]] = [
     (DATA, _first(model="x" * 201)),
     (DATA, _first(facts=FULL.facts.plain() | {"refusal": 2})),
     (DATA, _first(facts=FULL.facts.plain() | {"length": 10**9 + 1})),
+    (DATA, _first(facts={"length": 3})),  # only files of version 2 may have this
     (DATA, _first(text={"messages": [], "answer": ""})),
     (DATA, _first(text={"messages": [["user", "x" * MAX_TEXT]], "answer": "y"})),
     (DATA, _first(text={"messages": [["user"]], "answer": "y"})),

@@ -101,6 +101,7 @@ def test_a_trainer_without_members_learns_what_users_like() -> None:
         file = answer_users(store, learning, 32)
         answer_users(store, learning, 16, 1, train=False)
         answer_users(store, learning, 16, 2, temperature=0.3)  # the trainer assumes temperature 1
+        answer_users(store, learning, 16, 3, top_p=0.9)  # and top_p 1
         learning.train(until=2)
         made = file.rollouts
         liked = [float((one.tokens < 20).mean()) for one in made.completions]
@@ -112,7 +113,7 @@ def test_a_trainer_without_members_learns_what_users_like() -> None:
     assert [event.fields["results"] for event in events if event.name == "live-joined"] == [16, 16]
     assert [event.fields["completions"] for event in events if event.name == "trained"] == [16, 16]
     assert np.corrcoef(liked, gains)[0, 1] > 0.3
-    assert (counts["joined"], counts["no-consent"], counts["unfit"]) == (32, 16, 16)
+    assert (counts["joined"], counts["no-consent"], counts["unfit"]) == (32, 16, 32)
 
 
 def test_members_and_users_share_each_step_and_members_fill_what_users_do_not_give() -> None:

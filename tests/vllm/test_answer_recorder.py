@@ -84,6 +84,10 @@ def test_everything_that_is_answered_is_recorded_with_the_version_of_every_token
     with open_store(run.store) as store, gateway(store, tmp_path, server.url) as scene:
         ask_all(scene)
         assert all(one.train for one, _, _ in drawn_by_id(scene).values())
+        for changed in ({"top_k": 1}, {"min_p": 0.1}, {"logit_bias": {"5": 1.0}}, {"allowed_token_ids": [5, 6, 7]}, {"min_tokens": 2}):
+            _, _, headers = scene.post("/v1/completions", {"model": "tiny", "prompt": "w1", "max_tokens": 3, **changed})
+            scene.wait_for(name := headers["x-deltawire-inference-id"])
+            assert not drawn_by_id(scene)[name, 0][0].train, changed
         quiet = {"model": "tiny", "max_tokens": 3, "prompt": "w1"}
         status, answer, headers = scene.post("/v1/completions", quiet)
         assert (status, answer["choices"][0]["logprobs"], answer["choices"][0].get("token_ids")) == (200, None, None)
@@ -126,9 +130,12 @@ def test_everything_that_is_answered_is_recorded_with_the_version_of_every_token
         assert "token_ids" not in answer["choices"][0]
         status, data, more = scene.post("/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, "max_tokens": 3, "stream": True})
         assert all("token_ids" not in choice and not choice.get("logprobs") for event in events_of(data) for choice in event["choices"])
-        scene.wait_for(headers["x-deltawire-inference-id"], more["x-deltawire-inference-id"])
+        neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+        named = scene.post("/v1/completions", {**quiet, **neutral})[2]["x-deltawire-inference-id"]
+        scene.wait_for(headers["x-deltawire-inference-id"], more["x-deltawire-inference-id"], named)
         found = drawn_by_id(scene)
         for key in found.keys() - before:
             one, drawn, _ = found[key]
             assert [(span.start, span.end, span.seq) for span in drawn.spans] == [(0, len(drawn.tokens), versions[-1].seq)]
-            assert one.train == (one.temperature == 1.0)  # this server's log-probs do not include the temperature
+            assert one.train == (one.id == named)  # this server does not tell its defaults, and its log-probs lack the temperature

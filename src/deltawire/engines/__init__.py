@@ -10,6 +10,7 @@
     vllm/              vLLM servers
     http_session.py    requests to the HTTP server of an engine
     answer_table.py    what the engine drew for each answer, kept for a short time
+    sampling_changes.py    which parameters of a request change what is drawn
     routed_experts.py  routed experts in the answers of vLLM and SGLang
     pretrained.py      loads config and tokenizer from the files of a chain
     prompts.py         rows of a dataset as token ids

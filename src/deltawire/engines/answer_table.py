@@ -55,7 +55,8 @@ class AnswerTable:
         answer
             The id of the answer.
         calls
-            What the engine drew: one entry for each prompt, with "prompt_token_ids" and "choices".
+            What the engine drew: one entry for each prompt, with "prompt_token_ids" and "choices". "temperature" and "top_p" are those
+            that it used, and "changed_by" lists the other parameters that changed what it drew (`sampling_changes`).
         logprobs
             The kind of the log-probs, such as "processed_logprobs". None if it is not known.
         """

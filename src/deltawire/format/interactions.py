@@ -89,27 +89,40 @@ class AnswerFacts:
         The number of tool calls that are valid.
     bad_tool_calls
         The number of tool calls that are not valid.
+    has_text
+        Whether the gateway had the text of the answer. If not, the facts except the length are not known.
     """
 
     length: int
     refusal: bool = False
     tool_calls: int = 0
     bad_tool_calls: int = 0
+    has_text: bool = True
 
     def plain(self) -> dict[str, Any]:
         """Return the facts as JSON values."""
+        if not self.has_text:
+            return {"length": self.length}
         counts = {"length": self.length, "tool_calls": self.tool_calls, "bad_tool_calls": self.bad_tool_calls}
         return {"refusal": int(self.refusal), **counts}
 
     @classmethod
-    def of(cls, fields: Fields) -> AnswerFacts:
+    def of(cls, fields: Fields, *, may_lack_text: bool = True) -> AnswerFacts:
         """Return the facts that an object in a record describes.
 
         Parameters
         ----------
         fields
             The fields of the object.
+        may_lack_text
+            Whether it may have only the length.
         """
+        if may_lack_text and not fields.has("refusal"):
+            length = fields.integer("length")
+            fields.done()
+            if length > MAX_COUNT:
+                fields.refuse(f"a count is above {MAX_COUNT:,}")
+            return cls(length, has_text=False)
         counts = [fields.integer(name) for name in ("length", "tool_calls", "bad_tool_calls")]
         refusal = read_flag(fields, "refusal")
         fields.done()
@@ -186,13 +199,15 @@ class Interaction:
         return {**own, **drawn, **rest}
 
     @classmethod
-    def of(cls, fields: Fields) -> Interaction:
+    def of(cls, fields: Fields, *, version: int = 2) -> Interaction:
         """Return the interaction that an object in a record describes.
 
         Parameters
         ----------
         fields
             The fields of the object.
+        version
+            The version of the record.
         """
         found = cls(
             id=fields.matching("id", INFERENCE_ID),
@@ -203,7 +218,7 @@ class Interaction:
             train=read_flag(fields, "train"),
             temperature=read_number(fields, "temperature"),
             top_p=read_number(fields, "top_p"),
-            facts=AnswerFacts.of(fields.object("facts")),
+            facts=AnswerFacts.of(fields.object("facts"), may_lack_text=version > 1),
             episode=fields.nullable("episode", lambda name: fields.matching(name, ANY_ID)),
             choice=fields.integer("choice"),
             user=fields.nullable("user", lambda name: fields.matching(name, HASH)),
@@ -249,8 +264,11 @@ class Interactions:
     def to_bytes(self) -> bytes:
         """Return the file. Raises `CorruptInteractions` or `CorruptRollouts` if `parse` would refuse it, or `LimitExceeded`."""
         own = {"run": self.run, "gateway": self.gateway, "number": self.number}
+        version = 1 if all(one.facts.has_text for one in self.interactions) else 2
         try:
-            record = dump({"deltawire": "interactions", "version": 1, **own, "interactions": [one.plain() for one in self.interactions]})
+            record = dump(
+                {"deltawire": "interactions", "version": version, **own, "interactions": [one.plain() for one in self.interactions]}
+            )
         except (TypeError, ValueError) as error:
             raise CorruptInteractions(f"these interactions cannot be written ({error}).") from None
         data = b"".join([len(record).to_bytes(_LENGTH_BYTES, "little"), record, self.rollouts.to_bytes()])
@@ -282,13 +300,16 @@ class Interactions:
         length = int.from_bytes(data[:_LENGTH_BYTES], "little")
         if not _LENGTH_BYTES + length < len(data) <= MAX_INTERACTIONS_BYTES:
             raise CorruptRecord(f"it has {len(data):,} bytes, and says that its record has {length:,}.")
-        fields = Fields.parse(data[_LENGTH_BYTES : _LENGTH_BYTES + length], "interactions", limit=MAX_INTERACTIONS_RECORD)
+        record = data[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        fields = Fields.parse(record, "interactions", limit=MAX_INTERACTIONS_RECORD, versions=(1, 2))
         run, gateway, number = fields.matching("run", NONCE), fields.matching("gateway", GATEWAY_SESSION), fields.integer("number")
         listed = fields.objects("interactions")
         if not 1 <= len(listed) <= MAX_INTERACTIONS:
             fields.refuse(f"it lists {len(listed):,} interactions instead of 1 to {MAX_INTERACTIONS:,}")
-        found = tuple(Interaction.of(inner) for inner in listed)
+        found = tuple(Interaction.of(inner, version=fields.version) for inner in listed)
         fields.done()
+        if fields.version > 1 and all(one.facts.has_text for one in found):
+            fields.refuse("it has all facts, and is not of version 1")
         if len({(one.id, one.choice) for one in found}) != len(found):
             fields.refuse("an interaction occurs twice")
         rollouts = Rollouts.parse(data[_LENGTH_BYTES + length :], LIMITS)

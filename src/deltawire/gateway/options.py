@@ -15,7 +15,8 @@ from .http.origins import check_origin
 Redact: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
 """Called with what would be recorded of an answer: "messages", "answer", "tags", "route", "model".
 
-It returns what may be recorded, with "train": False if the answer must not be trained on. None records nothing."""
+It returns what may be recorded, with "train": False if the answer must not be trained on. None records nothing. If it returns other
+messages or another answer, or does not see all of the text, the tokens are recorded only if it returns "tokens": True."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class GatewayOptions:
     text
         Whether the text of conversations is recorded, after redaction.
     redact
-        Decides what is recorded of an answer. It is called on a thread of its own, for one answer at a time.
+        Decides what is recorded of an answer, with or without `text`. It is called on a thread of its own, for one answer at a time.
     keys
         The file with API keys. Without one everybody who reaches the gateway may use it.
     user_key

@@ -198,6 +198,8 @@ class CanaryTraffic:
     def _value(self, answer: _Answer, source: Source, settled: float) -> float | None:
         interaction, facts = answer.interaction, answer.interaction.facts
         if source.metric is None:
+            if not facts.has_text and source.name != LENGTH:
+                return None
             calls = facts.tool_calls + facts.bad_tool_calls
             if source.name == BAD_TOOL_CALLS:
                 return facts.bad_tool_calls / calls if calls else None

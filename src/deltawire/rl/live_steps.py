@@ -109,7 +109,7 @@ class LiveShare:
         """Return whether an interaction can be trained on: it was sampled as the trainer assumes, and is not too long."""
         length = pending.prompt_tokens + pending.tokens
         return (
-            pending.temperature == self._settings.temperature
+            (pending.temperature, pending.top_p) == (self._settings.temperature, self._settings.top_p)
             and pending.tokens <= self._settings.max_completion_length
             and (self._limits.positions is None or length <= self._limits.positions)
         )

@@ -247,6 +247,17 @@ def test_a_monitor_rolls_a_canary_back_that_users_like(monitor, canary):
     assert chain.target("canary") == 2
 
 
+def test_answers_whose_text_the_gateway_had_lost_count_only_with_their_length():
+    chain = GatedChain()
+    monitors = tuple(Limit.parse(each, must_hold=False) for each in ("length:+20%", "refusal:+0.1", "bad_tool_calls:+0.1"))
+    policy = GatePolicy((*POLICY.limits, *monitors), min_answers=20)
+    known, lost = AnswerFacts(30, tool_calls=1), AnswerFacts(30, has_text=False)
+    chain.answer([Answered(channel, seq, None, facts) for channel, seq in (("canary", 3), ("stable", 2)) for facts in (known, lost, lost)])
+    found = chain.gate(policy, ranges={"length": Range(0.0, 100.0)}, dry_run=True).look().record.limits
+    assert [each.canary.count for each in found[-3:]] == [3, 1, 1]
+    assert [each.stable.count for each in found[-3:]] == [3, 1, 1]
+
+
 def test_an_evaluation_is_made_once_and_is_evidence():
     chain = GatedChain()
     evaluations = Evaluations()

@@ -33,6 +33,7 @@ _NOTICES = {
     "recording-stopped": "answers are no longer recorded: {reason}",
     "recording-resumed": "answers are recorded again",
     "interaction-unusable": "an answer cannot be recorded: {reason}",
+    "interaction-untrained": "an answer must not be trained on: {reason}",
     "metric-undeclared": "the metric {metric!r} is not declared, so no trainer reads feedback for it",
     "feedback-waits": "feedback waits for the store: {reason}",
     "journal-recovered": "everything that session {session} left in the journal is in the store",

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from ..answer_table import ANSWERS_ROUTE, ENGINE_ROUTE, RECORD_HEADER, REQUEST_ID, AnswerTable, has_key
+from ..sampling_changes import NAMES, changed_by
 
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[Any]]
@@ -54,7 +55,7 @@ class AnswerRecorder:
             return
         client = scope["app"].state.engine_client
         _wrap(client)
-        token = _current.set(_Recording(name, self._table, client.model_config.logprobs_mode))
+        token = _current.set(_Recording(name, self._table, client))
         try:
             await self._app(scope, receive, send)
         finally:
@@ -97,16 +98,28 @@ async def _send(send: _Send, status: int, data: bytes) -> None:
 class _Recording:
     """The tokens that the engine draws for one request, which may have several prompts."""
 
-    def __init__(self, name: str, table: AnswerTable, logprobs_mode: Any) -> None:
-        self._name, self._table, self._mode = name, table, None if logprobs_mode is None else str(logprobs_mode)
+    def __init__(self, name: str, table: AnswerTable, client: Any) -> None:
+        mode = client.model_config.logprobs_mode
+        self._name, self._table, self._mode = name, table, None if mode is None else str(mode)
+        self._client = client
         self._calls: list[dict[str, Any]] = []
 
     def begin(self, request_id: str, params: Any) -> _Call:
         """Return the object that keeps what one call of `generate` draws."""
-        sampling = {"temperature": params.temperature, "top_p": params.top_p}
+        sampling = {"temperature": params.temperature, "top_p": params.top_p, "changed_by": self._changed_by(params)}
         call: dict[str, Any] = {"request_id": request_id, "prompt_token_ids": None, "choices": [], **sampling}
         self._calls.append(call)
         return _Call(call, self)
+
+    def _changed_by(self, params: Any) -> list[str]:
+        """Return which parameters, of the request or of the server, change what is drawn, besides the temperature and top_p."""
+        used = {name: getattr(params, name, None) for name in NAMES}
+        if getattr(getattr(self._client, "vllm_config", None), "watermark_config", None) is None:
+            used["watermarking"] = None
+        elif used["watermarking"] is None:
+            used["watermarking"] = True  # the server's own choice
+        used["logits_processors"] = getattr(self._client.model_config, "logits_processors", None)
+        return changed_by(used)
 
     def keep(self) -> None:
         """Put everything that is complete into the table."""

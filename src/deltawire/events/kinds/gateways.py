@@ -49,6 +49,12 @@ KINDS = (
         (_NUMBER, f.integer("interactions", "It has this many answers, if they are from this session.").maybe, f.BYTES, f.SECONDS),
     ),
     EventKind("interaction-unusable", "warning", "An answer was given, but cannot be recorded.", (f.REASON,)),
+    EventKind(
+        "interaction-untrained",
+        "warning",
+        "An answer is recorded, but must not be trained on, although its user agrees. The gateway tells each reason once, and at most 100.",
+        (f.REASON,),
+    ),
     EventKind("recording-waits", "warning", "The store does not take interactions. They stay in the journal.", (f.REASON,)),
     EventKind("recording-stopped", "error", "The gateway no longer records answers. It still gives them.", (f.REASON,)),
     EventKind("recording-resumed", "info", "The gateway records answers again.", ()),

@@ -22,6 +22,24 @@ _REFUSING = (
     "i am unable",
 )
 
+_PROMPTS = ("messages", "input", "prompt")
+_TEXT_FIELDS = frozenset({"role", "content", "type", "id", "status"})
+"""`request_messages` and `ChoiceText.text` show everything of a message that has only these fields."""
+_MORE = (
+    "tools",
+    "functions",
+    "instructions",
+    "previous_response_id",
+    "previous_input_messages",
+    "conversation",
+    "documents",
+    "chat_template",
+    "chat_template_kwargs",
+    "prompt_embeds",
+    "suffix",
+)
+"""Fields of a request, besides its messages, that its prompt may be made of."""
+
 
 @dataclass(slots=True)
 class ChoiceText:
@@ -32,6 +50,8 @@ class ChoiceText:
     finish: str | None = None
     calls: dict[int, list[str]] = field(default_factory=dict)
     """The name and the arguments of each tool call."""
+    has_more: bool = False
+    """Whether the model wrote something that is not in `text`, such as a tool call, reasoning or a refusal."""
 
     def facts(self, length: int, tools: frozenset[str]) -> AnswerFacts:
         """Return what monitors count. A tool call is valid if the request has the tool, and the arguments are a JSON object."""
@@ -75,15 +95,50 @@ def tool_names(body: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(names)
 
 
-def request_messages(body: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the conversation of a request as (role, text)."""
-    prompt = body.get("messages", body.get("input", body.get("prompt")))
+def request_messages(body: Mapping[str, Any], number: int = 0) -> list[tuple[str, str]]:
+    """Return the conversation of a request as (role, text).
+
+    Parameters
+    ----------
+    body
+        The body of the request.
+    number
+        The number of the prompt, if the request has several.
+    """
+    prompt = _prompt(body, number)
     if isinstance(prompt, str):
         return [("user", prompt)]
     if not isinstance(prompt, list):
         return []
     messages = [each for each in prompt if isinstance(each, dict)]
     return [(str(each.get("role", "user")), _content(each.get("content"))) for each in messages]
+
+
+def is_all_text(body: Mapping[str, Any], number: int = 0) -> bool:
+    """Return whether `request_messages` has everything that the prompt was made of. The parameters are the same."""
+    if any(body.get(name) for name in _MORE) or sum(body.get(name) is not None for name in _PROMPTS) != 1:
+        return False
+    prompt = _prompt(body, number)
+    return isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and all(map(_is_text_message, prompt)))
+
+
+def _prompt(body: Mapping[str, Any], number: int) -> Any:
+    prompt = body.get("messages", body.get("input", body.get("prompt")))
+    if isinstance(prompt, list) and number < len(prompt) and isinstance(prompt[number], str):
+        return prompt[number]
+    return prompt
+
+
+def _is_text_message(message: Any) -> bool:
+    if not isinstance(message, dict) or any(value for name, value in message.items() if name not in _TEXT_FIELDS):
+        return False
+    content = message.get("content")
+    return all(map(_is_text_part, content)) if isinstance(content, list) else isinstance(content, str)
+
+
+def _is_text_part(part: Any) -> bool:
+    is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
+    return is_text and not any(value for name, value in part.items() if name not in ("type", "text"))
 
 
 def _values(data: bytes) -> Iterable[Any]:
@@ -103,6 +158,7 @@ def _read_choices(value: Mapping[str, Any], found: dict[int, ChoiceText]) -> Non
         one = found.setdefault(int(choice.get("index", 0)), ChoiceText())
         one.finish = choice.get("finish_reason") or one.finish
         message = choice.get("message") or choice.get("delta") or {}
+        one.has_more |= any(value for name, value in message.items() if name not in _TEXT_FIELDS)
         one.text += _content(choice.get("text") or message.get("content"))
         one.refused |= bool(message.get("refusal"))
         for number, call in enumerate(message.get("tool_calls") or ()):
@@ -117,6 +173,8 @@ def _read_response(value: Mapping[str, Any], found: dict[int, ChoiceText]) -> No
     response = value.get("response", value)
     one = found[0] = ChoiceText()
     for item in response.get("output") or ():
+        parts = item.get("content") or () if item.get("type") == "message" else (item,)
+        one.has_more |= any(part.get("type") not in ("output_text", "text") for part in parts)
         if item.get("type") == "function_call":
             one.calls[len(one.calls)] = [str(item.get("name")), str(item.get("arguments"))]
         elif item.get("type") == "message":

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ...chain.version import Version
 from ...engines.routed_experts import ModelRouters, read_captured_experts, read_vllm_experts
+from ...engines.sampling_changes import DEFAULTED, changed_by, not_named
 from ...engines.vllm.driver.token_route import LabelledTokens, read_choice
 from ...errors import CorruptInteractions, EngineError
 from ...events import OnEvent
@@ -27,9 +28,11 @@ from ...format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from ...format.routing import RecordedExperts, RoutingLayout
 from ..http.requests import AskedFor
 from ..options import Redact
-from .answer_text import ChoiceText, read_answer, request_messages, tool_names
+from .answer_text import ChoiceText, is_all_text, read_answer, request_messages, tool_names
 
 _SUFFIX = re.compile(r"-(\d{1,6})$")
+_MOST_NAMES, _LONGEST_NAME = 20, 40
+_REDACTED = "the function for redaction has changed the text or does not see all of it, so its tokens are not recorded"
 
 
 def intent_of(asked: AskedFor, *, engine: str, seq: int | None, channel: str | None, user: str | None) -> dict[str, Any]:
@@ -56,6 +59,8 @@ def intent_of(asked: AskedFor, *, engine: str, seq: int | None, channel: str | N
         "train": asked.train,
         "temperature": asked.number("temperature"),
         "top_p": asked.number("top_p"),
+        "changed_by": changed_by(asked.body),
+        "not_named": not_named(asked.body),
         "choices": asked.choices,
         "episode": asked.episode,
         "user": user,
@@ -82,6 +87,7 @@ def row_of(
     redact: Redact | None = None,
     keeps_text: bool = False,
     routers: Callable[[], ModelRouters | None] = lambda: None,
+    on_untrained: Callable[[str], object] = lambda reason: None,
 ) -> dict[str, Any]:
     """Return the row of an answer. Raises `Unusable` if there is nothing to record, or if what the engine says cannot be used.
 
@@ -96,14 +102,18 @@ def row_of(
     oldest
         The oldest version that the engine had since it got the request. It is used for tokens without a label.
     asked, copies
-        The request and the bytes of the answer. Without them the row has no text, and facts are counted from tokens alone.
+        The request and the bytes of the answer. Without them the row has no text, and of the facts it has the length alone.
     redact
         Decides what is recorded.
     keeps_text
         Whether the row has the text of the conversation.
     routers
         Returns the routers of the model. It is asked only if the engine recorded experts.
+    on_untrained
+        Called with the reason for each interaction that must not be trained on, although its user agrees.
     """
+    if redact is not None and asked is None:
+        raise Unusable("the gateway ended before the function for redaction was asked, and no longer has the text.")
     texts = {} if asked is None else read_answer(intent["route"], copies)
     tools = frozenset[str]() if asked is None else tool_names(asked.body)
     if not isinstance(calls, list) or not calls or (len(calls) > 1 and intent["route"] != "completions"):
@@ -115,17 +125,27 @@ def row_of(
         for number, call in enumerate(calls):
             prompt = _ids(call["prompt_token_ids"])
             drawn = [_read(choice) for choice in call["choices"]]
+            places: dict[bool, int] = {}
             for index, each in enumerate(drawn):
                 if not each.tokens:
                     continue
                 choice = number * int(intent["choices"]) + index
-                one = _interaction(intent, call, choice, each, texts.get(choice, ChoiceText()), tools, logprobs)
-                kept = _redacted(one, asked, texts.get(choice), redact, keeps_text)
-                if kept is None:
+                problem = _sampling_problem(intent, call, logprobs)
+                one = _interaction(intent, call, choice, each, texts.get(choice), tools, problem is None)
+                redacted = _redacted(one, asked, number, texts.get(choice), redact, keeps_text)
+                if redacted is None:
                     continue
+                kept, keeps_tokens = redacted
+                if not keeps_tokens:
+                    problem = _REDACTED
+                if intent["train"] and problem is not None:
+                    on_untrained(problem)
+                if keeps_tokens not in places:
+                    places[keeps_tokens] = len(row["prompts"])
+                    row["prompts"].append(_packed(prompt if keeps_tokens else [0], "<i4"))
                 row["interactions"].append(kept.plain())
-                row["completions"].append(_completion(len(row["prompts"]), each, oldest, routers, len(prompt)))
-            row["prompts"].append(_packed(prompt, "<i4"))
+                made = _completion(places[keeps_tokens], each, oldest, routers, len(prompt), keeps_tokens=keeps_tokens)
+                row["completions"].append(made)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, EngineError) as error:
         raise Unusable(f"what the engine drew cannot be read: {error!r:.300}.") from None
     if not row["completions"]:
@@ -169,13 +189,14 @@ def file_of(
             interactions += [Interaction.of(Fields(dict(each), "interactions")) for each in row["interactions"]]
             prompts += [_unpacked(each, "<i4") for each in row["prompts"]]
             for prompt, tokens, logprobs, spans, finished, routing in row["completions"]:
-                drawn = _unpacked(tokens, "<i4")
+                is_withheld = isinstance(tokens, int)
+                drawn = np.zeros(tokens, np.int32) if is_withheld else _unpacked(tokens, "<i4")
                 completions.append(
                     Completion(
                         prompt=first + prompt,
                         tokens=drawn,
-                        logprobs=_unpacked(logprobs, "<f4"),
-                        mask=np.ones(len(drawn), np.uint8),
+                        logprobs=np.zeros(tokens, np.float32) if is_withheld else _unpacked(logprobs, "<f4"),
+                        mask=np.full(len(drawn), not is_withheld, np.uint8),
                         rewards=(),
                         spans=tuple(TokenSpan(*span) for span in spans),
                         finished=finished,
@@ -206,25 +227,44 @@ def _read(choice: Any) -> LabelledTokens:
     return read_choice({**choice, "finish_reason": "stop" if reason in ("tool_calls", "function_call") else reason})
 
 
+def _sampling_problem(intent: Mapping[str, Any], call: Mapping[str, Any], logprobs: str | None) -> str | None:
+    """Return why an answer was not drawn as training assumes, or None if it was."""
+    changed, missing = call.get("changed_by"), []
+    if changed is None:  # the engine does not tell, so the request decides
+        changed, missing = intent.get("changed_by", ()), intent.get("not_named", DEFAULTED)
+    if changed:
+        names = ", ".join(_printable(str(name))[:_LONGEST_NAME] for name in list(changed)[:_MOST_NAMES])
+        return f"its tokens were not drawn by temperature and top_p alone: the request, or the engine, uses {names}"
+    if missing:
+        return f"the engine does not tell its defaults, and the request does not name {', '.join(missing)}"
+    if logprobs != "processed_logprobs" and _temperature_and_top_p(intent, call) != (1.0, 1.0):
+        return "the engine's log-probs do not include temperature and top_p; start vLLM with --logprobs-mode processed_logprobs"
+    return None
+
+
+def _temperature_and_top_p(intent: Mapping[str, Any], call: Mapping[str, Any]) -> tuple[float, float]:
+    temperature, top_p = (float(intent[name] if call.get(name) is None else call[name]) for name in ("temperature", "top_p"))
+    return temperature, top_p
+
+
 def _interaction(
     intent: Mapping[str, Any],
     call: Mapping[str, Any],
     choice: int,
     drawn: LabelledTokens,
-    text: ChoiceText,
+    text: ChoiceText | None,
     tools: frozenset[str],
-    logprobs: str | None,
+    is_exact: bool,
 ) -> Interaction:
-    temperature, top_p = (float(intent[name] if call.get(name) is None else call[name]) for name in ("temperature", "top_p"))
-    is_exact = logprobs == "processed_logprobs" or (temperature, top_p) == (1.0, 1.0)
-    facts: AnswerFacts = text.facts(len(drawn.tokens), tools)
+    temperature, top_p = _temperature_and_top_p(intent, call)
+    facts = AnswerFacts(len(drawn.tokens), has_text=False) if text is None else text.facts(len(drawn.tokens), tools)
     return Interaction(
         id=intent["id"],
         time=intent["time"],
         route=intent["route"],
         model=intent["model"],
-        finish=_printable(text.finish or ("stop" if drawn.finished else "length"))[:MAX_WORD],
-        train=bool(intent["train"]) and is_exact,  # log-probs of another distribution would spoil training
+        finish=_printable((text and text.finish) or ("stop" if drawn.finished else "length"))[:MAX_WORD],
+        train=bool(intent["train"]) and is_exact,  # tokens and log-probs of another distribution would spoil training
         temperature=temperature,
         top_p=top_p,
         facts=facts,
@@ -238,37 +278,55 @@ def _interaction(
 
 
 def _redacted(
-    one: Interaction, asked: AskedFor | None, text: ChoiceText | None, redact: Redact | None, keeps_text: bool
-) -> Interaction | None:
-    """Return what may be recorded. Without the conversation a user's rule cannot decide, so nothing is."""
+    one: Interaction, asked: AskedFor | None, number: int, text: ChoiceText | None, redact: Redact | None, keeps_text: bool
+) -> tuple[Interaction, bool] | None:
+    """Return what may be recorded, and whether this includes the tokens. Without the text a user's function cannot decide: nothing is."""
     if redact is None and not keeps_text:
-        return one
+        return one, True
     if asked is None or text is None:
-        return None if redact is not None else one
-    messages = [{"role": role, "content": content} for role, content in request_messages(asked.body)]
+        return None if redact is not None else (one, True)
+    conversation = request_messages(asked.body, number)
     shown: Mapping[str, Any] | None
-    shown = {"messages": messages, "answer": text.text, "tags": dict(one.tags), "route": one.route, "model": one.model}
+    shown = {
+        "messages": [{"role": role, "content": content} for role, content in conversation],
+        "answer": text.text,
+        "tags": dict(one.tags),
+        "route": one.route,
+        "model": one.model,
+    }
     shown = shown if redact is None else redact(shown)
     if shown is None:
         return None
-    kept = tuple(Message(_printable(str(each["role"]))[:MAX_WORD] or "-", str(each["content"])) for each in shown["messages"])
-    fits = 1 <= len(kept) <= MAX_MESSAGES and sum(len(each.content) for each in kept) + len(shown["answer"]) <= MAX_TEXT
+    found, answer = [(str(each["role"]), str(each["content"])) for each in shown["messages"]], str(shown["answer"])
+    kept = tuple(Message(_printable(role)[:MAX_WORD] or "-", content) for role, content in found)
+    fits = 1 <= len(kept) <= MAX_MESSAGES and sum(len(each.content) for each in kept) + len(answer) <= MAX_TEXT
+    is_same = (found, answer) == (conversation, text.text) and not text.has_more and is_all_text(asked.body, number)
+    keeps_tokens = redact is None or bool(shown.get("tokens", is_same))
     values = {name: getattr(one, name) for name in one.__dataclass_fields__}
-    values |= {"tags": dict(shown["tags"]), "train": one.train and bool(shown.get("train", True))}
+    values |= {"tags": dict(shown["tags"]), "train": one.train and keeps_tokens and bool(shown.get("train", True))}
     if keeps_text and fits:
-        values["text"] = ConversationText(kept, str(shown["answer"]))
-    return Interaction(**values)
+        values["text"] = ConversationText(kept, answer)
+    return Interaction(**values), keeps_tokens
 
 
 def _completion(
-    prompt: int, drawn: LabelledTokens, oldest: int | None, routers: Callable[[], ModelRouters | None], prompt_tokens: int
+    prompt: int,
+    drawn: LabelledTokens,
+    oldest: int | None,
+    routers: Callable[[], ModelRouters | None],
+    prompt_tokens: int,
+    *,
+    keeps_tokens: bool,
 ) -> list[Any]:
+    """Return a completion as a list for the journal. Without its tokens, it has only their number."""
     if drawn.spans is not None:
         spans = [[span.start, span.end, _seq(span.label)] for span in drawn.spans if span.end > span.start]
     elif oldest is not None:
         spans = [[0, len(drawn.tokens), oldest]]
     else:
         raise ValueError("the engine does not tell which version it has")
+    if not keeps_tokens:
+        return [prompt, len(drawn.tokens), None, spans, drawn.finished, None]
     routing = None
     if drawn.experts is not None and (known := routers()) is not None:
         read = read_captured_experts if isinstance(drawn.experts, dict) else read_vllm_experts

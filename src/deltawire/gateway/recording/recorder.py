@@ -31,6 +31,9 @@ _MOST_WAITING = 20_000
 MOST_COPY = 1 << 20
 """Longer answers are recorded without the facts that are read from their text."""
 _THREAD_SECONDS = 10.0
+_LONGEST_SYNC = 10.0
+"""A disk that needs longer than this for a sync may soon take no writes into memory either, and then answers would wait for it."""
+_MOST_TOLD = 100
 _ASK_AGAIN = Unusable("the engine has not reported yet what it drew.")
 
 
@@ -118,7 +121,7 @@ class Recorder:
     routers
         Returns the routers of the model.
     on_event
-        Called with "recording-stopped", "recording-resumed" and "interaction-unusable".
+        Called with "recording-stopped", "recording-resumed", "interaction-unusable" and "interaction-untrained".
     """
 
     def __init__(
@@ -141,6 +144,7 @@ class Recorder:
         self._routers = routers
         self._on_event = on_event
         self._stopped: str | None = None
+        self._told: set[str] = set()
         self._waiting_bytes = 0
         self._queues = AnswerQueues(pool, memory, self._record, lambda one, reason: self._unusable(one.journal, one.intent, reason))
         self._rows = RowThread()
@@ -275,7 +279,14 @@ class Recorder:
             redact=self._options.redact,
             keeps_text=self._options.text,
             routers=self._routers,
+            on_untrained=self._untrained,
         )
+
+    def _untrained(self, reason: str) -> None:
+        """Tell each reason once."""
+        if reason not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.add(reason)
+            emit(self._on_event, "interaction-untrained", reason=reason)
 
     async def _oldest(self, engine: PooledEngine | None, before: int | None) -> int | None:
         """Return the oldest version that an engine without labelled tokens had since a request."""
@@ -300,16 +311,23 @@ class Recorder:
             self._cannot_write(error)
 
     async def _watch_size(self) -> None:
-        """Stop recording while the journal is full."""
+        """Stop recording while the journal is full, or its disk hangs."""
         while True:
-            size = self._journal.size + sum(journal.size for journal in self._ended if not journal.is_closed)
-            if size > self._options.journal_bytes:
-                most = f"{self._options.journal_bytes:,} are allowed"
-                self._stop(f"the journal {self._options.journal} has {size:,} bytes, because the store does not take them; {most}")
+            if (reason := self._hindrance()) is not None:
+                self._stop(reason)
             elif self._stopped is not None:
                 self._stopped = None
                 emit(self._on_event, "recording-resumed")
             await asyncio.sleep(self._options.flush)
+
+    def _hindrance(self) -> str | None:
+        if self._uploads.sync_seconds > _LONGEST_SYNC:
+            return f"the disk of the journal {self._options.journal} has not finished a sync for {_LONGEST_SYNC:g} s"
+        size = self._journal.size + sum(journal.size for journal in self._ended if not journal.is_closed)
+        if size <= self._options.journal_bytes:
+            return None
+        most = f"{self._options.journal_bytes:,} are allowed"
+        return f"the journal {self._options.journal} has {size:,} bytes, because the store does not take them; {most}"
 
     def _cannot_write(self, error: OSError) -> None:
         self._stop(f"the journal {self._options.journal} cannot be written: {error.strerror or error}")

@@ -41,6 +41,7 @@ class Uploads:
         self._flush = flush
         self._on_event = on_event
         self._problem: str | None = None
+        self._sync_began: float | None = None
         self._wanted = threading.Condition()
         self._is_closing = False
         self._is_hurried = False
@@ -51,6 +52,12 @@ class Uploads:
         """Begin to upload."""
         self._thread.start()
         self._syncing.start()
+
+    @property
+    def sync_seconds(self) -> float:
+        """How long the sync of the journals has taken that runs at present. 0 if none runs."""
+        began = self._sync_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def hurry(self) -> None:
         """Upload at once."""
@@ -71,10 +78,13 @@ class Uploads:
     def _run_sync(self) -> None:
         """Sync the journals again and again. The thread that uploads may wait for the store meanwhile."""
         while not self._is_closing:
+            self._sync_began = time.monotonic()
             try:
                 self._sync()
             except OSError as error:
                 self._report(f"the journal cannot be synced: {error}")
+            finally:
+                self._sync_began = None
             with self._wanted:
                 self._wanted.wait_for(lambda: self._is_closing, self._flush)
 

@@ -232,7 +232,7 @@ class _Answer:
         for number, prompt in enumerate(self.prompts):
             first = number * self.wanted.choices
             chosen = [_kept(index, self.choices[first + index]) for index in range(self.wanted.choices)]
-            sampling = {"temperature": self.wanted.temperature, "top_p": self.wanted.top_p}
+            sampling = {"temperature": self.wanted.temperature, "top_p": self.wanted.top_p, "changed_by": []}  # it reads no others
             calls.append({"request_id": f"{self._id}-{number}", "prompt_token_ids": prompt, "choices": chosen, **sampling})
         self._server.table.put(self._key, calls, logprobs="processed_logprobs")
 
