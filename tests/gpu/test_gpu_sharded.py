@@ -449,6 +449,8 @@ TABLE = {  # mode: copies of a shard while a version is published (baseline, and
     "background, device": ({"background": True, "snapshot": "device"}, (2, 0)),
     "quantised": ({"quantise": "fp8-block"}, (0, 1)),
     "quantised, device": ({"quantise": "fp8-block", "snapshot": "device"}, (1, 0)),
+    "quantised, nvfp4": ({"quantise": "nvfp4"}, (0, 1)),
+    "quantised, nvfp4, device": ({"quantise": "nvfp4", "snapshot": "device"}, (1, 0)),
     "shards on the host": ({}, (0, 1)),
     "shards on the host, cast": ({"dtype": torch.bfloat16}, (0, 2)),
     "shards on the host, background": ({"background": True}, (0, 2)),
@@ -503,8 +505,9 @@ def test_a_rank_holds_as_many_copies_of_its_shard_as_the_table_says(mode, monkey
         assert len(made) == len(raw) > 1
         assert [each["host"] for each in made] == raw
     elif "quantise" in given:  # scales, and the norm in bfloat16, are made on the GPU; codes are not written
-        assert len(made) == (1 if "snapshot" in given else 2)
-        assert sum(each["gpu"] for each in made) == 2 * 4 + 64 * 2
+        segments, scales = {"fp8-block": (2, 2 * 4), "nvfp4": (3, 128 * 256 // 16 + 4)}[given["quantise"]]
+        assert len(made) == (1 if "snapshot" in given else segments)
+        assert sum(each["gpu"] for each in made) == scales + 64 * 2
         assert {each["host"] for each in made} == {0}
 
 
