@@ -6,7 +6,7 @@
 
 All runs start from the same pre-trained weights and draw the same prompts. They take turns, one step at a time, until the steps or the
 seconds are over, so all runs have the same number of steps. With `--folder`, each run makes all its steps at once, and its steps are kept
-in the folder. The same command then goes on after an interruption, with the runs that the folder does not have.
+in the folder. After an interruption, the same command makes the runs that are missing there.
 
 A step is synchronous: the policy that draws the tokens has the weights of the trainer, quantised. It computes in bfloat16, and the trainer
 computes in float32 (on a GPU: TF32). Scales stay from step to step, as those of publishers do.
@@ -277,7 +277,7 @@ def pretrained(folder: Path | None, model: Any, size: Size, steps: int) -> Any:
 
 
 def kept_steps(folder: Path, name: str, model: Any, size: Size, steps: int) -> list[dict[str, float]]:
-    """Return the steps of a run. The run is made if the folder does not have it with as many steps."""
+    """Return the steps of a run. The run is made if the folder lacks it, or has fewer steps of it."""
     file = folder / f"{name}.json"
     if file.exists() and len(found := json.loads(file.read_text())) >= steps:
         return found[:steps]
@@ -300,7 +300,7 @@ def measure(
     names: Sequence[str] | None = None,
     folder: Path | None = None,
 ) -> Table:
-    """Make all runs, for this many steps or until the seconds are over. With a folder, make only runs that it does not have."""
+    """Make all runs, for this many steps or until the seconds are over. With a folder, make only runs that are missing there."""
     deadline = time.time() + seconds
     size = SIZES[model_name]
     names = runs_of(model_name) if names is None else names
