@@ -3,8 +3,8 @@
     PYTHONPATH=src python tests/many_ranks.py                  # 2,048 ranks
     PYTHONPATH=src python tests/many_ranks.py --ranks 256
 
-The number of files, messages and entries of a file list grows with the ranks, so each rank holds only 256 weights, of which 2 change. All ranks
-share one interpreter, so the seconds are far more than a cluster needs.
+The number of files, messages and entries of a file list grows with the ranks, so each rank holds only 256 weights, of which 2 change.
+All ranks share one interpreter, so the seconds are far more than a cluster needs.
 """
 
 from __future__ import annotations
