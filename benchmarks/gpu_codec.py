@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from report import commit
 from workloads import BF16, FP8_E4M3, update_size
 
 import deltawire
@@ -403,7 +404,7 @@ def main() -> None:
         ("bf16, 1%, 100,000 tensors of 2,048", {"density": 0.01, "kind": "bf16", **tensors(100_000, 2048)}, True),
         ("bf16, 1.08%, 100,000 tensors", {"density": 0.0108, "kind": "bf16", **tensors(100_000, elements // 100_000 // 8 * 8)}, False),
     ]
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "rows": []}
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "commit": commit(), "rows": []}
     print(results["device"], "torch", results["torch"], flush=True)
     for name, arguments, important in workloads:
         if (options.only and options.only not in name) or (options.short and not important):

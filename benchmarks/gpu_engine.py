@@ -40,6 +40,7 @@ from typing import Any
 
 from free_ports import free_port
 from gpu_engine_models import MODELS, RECIPE, State, expected_hashes, new_state, save, train
+from report import commit
 
 from deltawire import Publisher, WriterOptions
 from deltawire.engines import KvCache
@@ -168,6 +169,7 @@ class Measurement:
         """How much decoding and prompts differ before the first update."""
         self.told: dict[str, Any] = {
             "model": name,
+            "commit": commit(),
             "arguments": options.server_args,
             "density": options.density,
             "times": {},

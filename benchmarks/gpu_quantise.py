@@ -1,6 +1,6 @@
 """Measure quantising on a GPU together with encoding: master weights become a delta in host memory, or a version of a chain.
 
-    python benchmarks/gpu_quantise.py                    # 8.2 B weights, as in docs/gpu.md: 60 GB of GPU memory
+    python benchmarks/gpu_quantise.py                    # 8.2 B weights, as in docs/gpu-measurements.md: 60 GB of GPU memory
     python benchmarks/gpu_quantise.py --elements 1e9     # on a smaller GPU
     python benchmarks/gpu_quantise.py --publish          # also with a publisher and a store in host memory
 
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from gpu_codec import kernels_ms, peak
+from report import commit
 
 import deltawire
 from deltawire.delta.encode import DeltaSummary, encode_many
@@ -37,6 +38,8 @@ from deltawire.tensors.columns import in_columns
 DEVICE = torch.device("cuda", 0)
 ROWS, COLUMNS = 14336, 4096
 """The shape of the widest matrices of an 8 B model: 58.7 M weights."""
+CALLS = 12
+"""The measured calls of `publish`, enough for several skips."""
 
 
 @dataclasses.dataclass
@@ -65,11 +68,14 @@ class Row:
     """The milliseconds of each kernel in it."""
     publish_ms: dict[str, float] = dataclasses.field(default_factory=dict)
     """The phases of `Publisher.publish`, whose snapshot is on the GPU. `total` is the time until the commit, `follow` the time until the
-    snapshot has followed, and `whole` the call. It encodes no deltas back."""
+    snapshot has followed, and `whole` the call. Medians of `CALLS` calls. It encodes no deltas back."""
+    publish_longest_ms: dict[str, float] = dataclasses.field(default_factory=dict)
+    """The longest of these calls, phase by phase."""
     publish_memory: float = 0
     """The extra memory of such a call."""
     publish_with_skips_ms: dict[str, float] = dataclasses.field(default_factory=dict)
     """The same by a publisher that makes skips, as publishers do by default: it also encodes deltas back."""
+    publish_with_skips_longest_ms: dict[str, float] = dataclasses.field(default_factory=dict)
     publish_with_skips_memory: float = 0
 
 
@@ -154,13 +160,13 @@ def measure(recipe: str, dtype: torch.dtype, elements: int, *, publishes: bool =
         profile.runcall(model.delta, batches)
         pstats.Stats(profile).sort_stats("tottime").print_stats(25)
     if publishes:
-        row.publish_ms, row.publish_memory = publish(model, recipe, skips=False, profiles=profiles)
-        row.publish_with_skips_ms, row.publish_with_skips_memory = publish(model, recipe, skips=True)
+        row.publish_ms, row.publish_longest_ms, row.publish_memory = publish(model, recipe, skips=False, profiles=profiles)
+        row.publish_with_skips_ms, row.publish_with_skips_longest_ms, row.publish_with_skips_memory = publish(model, recipe, skips=True)
     return row
 
 
-def publish(model: Model, recipe: str, *, skips: bool, profiles: bool = False) -> tuple[dict[str, float], float]:
-    """Return the milliseconds of each phase of a publication, as medians of three, and the extra memory of a fourth.
+def publish(model: Model, recipe: str, *, skips: bool, profiles: bool = False) -> tuple[dict[str, float], dict[str, float], float]:
+    """Return the median and the longest milliseconds of each phase of a publication, of `CALLS` calls, and the extra memory of one more.
 
     With `skips`, publications encode deltas back, too. Skips themselves are made on a thread while no publication is measured.
     """
@@ -184,7 +190,7 @@ def publish(model: Model, recipe: str, *, skips: bool, profiles: bool = False) -
     ) as publisher:
         publisher.publish(model.masters)
         whole = []
-        for _ in range(4):
+        for _ in range(CALLS + 1):
             model.update()
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -192,9 +198,8 @@ def publish(model: Model, recipe: str, *, skips: bool, profiles: bool = False) -
             whole.append(time.perf_counter() - start)
             assert version.kind == "delta"
             publisher.flush()
-        median = {name: statistics.median(each[name] for each in phases[2:]) for name in phases[-1]}
-        median["follow"] = statistics.median(call - each["total"] for call, each in zip(whole[1:], phases[2:], strict=True))
-        median["whole"] = statistics.median(whole[1:])
+        calls = [each | {"follow": call - each["total"], "whole": call} for call, each in zip(whole[1:], phases[2:], strict=True)]
+        median, longest = ({name: choose([each[name] for each in calls]) for name in calls[-1]} for choose in (statistics.median, max))
         model.update()
         _, memory = peak(lambda: publisher.publish(model.masters), model.table.state_bytes)
         publisher.flush()
@@ -204,7 +209,8 @@ def publish(model: Model, recipe: str, *, skips: bool, profiles: bool = False) -
             profile = cProfile.Profile()
             profile.runcall(publisher.publish, model.masters)
             pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-    return {name: round(1e3 * seconds, 2) for name, seconds in median.items()}, memory
+    found = ({name: round(1e3 * seconds, 2) for name, seconds in each.items()} for each in (median, longest))
+    return next(found), next(found), memory
 
 
 def main() -> None:
@@ -226,7 +232,7 @@ def main() -> None:
             rows.append({key: round(value, 4) if isinstance(value, float) else value for key, value in dataclasses.asdict(row).items()})
             print(json.dumps(rows[-1]), flush=True)
             if arguments.json:
-                found = {"device": torch.cuda.get_device_name(DEVICE), "torch": torch.__version__, "rows": rows}
+                found = {"device": torch.cuda.get_device_name(DEVICE), "torch": torch.__version__, "commit": commit(), "rows": rows}
                 arguments.json.write_text(json.dumps(found, indent=1))
 
 

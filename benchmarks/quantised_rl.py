@@ -1,14 +1,17 @@
 """GRPO with quantised policies: the reward after equal steps, and the mismatch, with and without importance weights.
 
-    python benchmarks/quantised_rl.py                                 # the demo's model, on the CPU
+    python benchmarks/quantised_rl.py --folder /tmp/rl                # the demo's model, on the CPU
+    python benchmarks/quantised_rl.py --model demo-256 --folder /tmp/rl-256
     python benchmarks/quantised_rl.py --model large --device cuda     # 107 M weights, on a GPU
 
 All runs start from the same pre-trained weights and draw the same prompts. They take turns, one step at a time, until the steps or the
-seconds are over, so all runs have the same number of steps. A step is synchronous: the policy that draws the tokens has the weights of
-the trainer, quantised. It computes in bfloat16, and the trainer computes in float32 (on a GPU: TF32).
+seconds are over, so all runs have the same number of steps. With `--folder`, each run makes all its steps at once, and its steps are kept
+in the folder. After an interruption, the same command makes the runs that are missing there.
 
-On a CPU the policy is quantised by `quantise_state`, with scales that stay, and dequantised as a member does it. On a GPU it is computed
-by served_weights.py with fresh scales.
+A step is synchronous: the policy that draws the tokens has the weights of the trainer, quantised. It computes in bfloat16, and the trainer
+computes in float32 (on a GPU: TF32). Scales stay from step to step, as those of publishers do.
+
+On a CPU the policy is quantised by `quantise_state` and dequantised as a member does it. On a GPU it is computed by served_weights.py.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import random
 import sys
 import time
@@ -28,10 +32,11 @@ from typing import Any
 import numpy as np
 import torch
 from report import Table, keep, show
-from served_weights import copy_served, named
+from served_weights import Kept, copy_served, named
 
 from deltawire.dtypes import dtype_named
-from deltawire.quantise import QuantisedLayout, dequantise_state, quantise_state
+from deltawire.quantise import QuantisedLayout, Recipe, dequantise_state, quantise_state
+from deltawire.quantise.recipe import SPELLINGS
 from deltawire.rl.grpo import GrpoLoss, group_advantages, token_logprobs
 from deltawire.rl.mismatch import TokenMismatch
 from deltawire.tensors.torch_types import to_torch
@@ -44,7 +49,7 @@ import task  # noqa: E402
 
 _MICRO_BATCH = 64
 """The number of completions that go through the model together."""
-RUNS = ("bf16", "bf16-", "fp8-block", "fp8-block-", "fp8-channel", "fp8-channel-", "int4", "int4-", "mxfp4", "mxfp4-", "nvfp4", "nvfp4-")
+RUNS = tuple(recipe + minus for recipe in ("bf16", *SPELLINGS) for minus in ("", "-"))
 """Recipes. With a minus, tokens have no importance weights."""
 
 
@@ -67,8 +72,23 @@ class Size:
 
 SIZES = {
     "demo": Size(demo_policy.WIDTH, demo_policy.LAYERS, 4, 100, 24, 96, 2e-3, 6, 8, 24, 1e-5),
+    "demo-256": Size(256, demo_policy.LAYERS, 4, 100, 24, 96, 2e-3, 6, 8, 24, 1e-5),
     "large": Size(768, 14, 12, 400, 64, 192, 3e-4, 16, 16, 24, 1e-5),
 }
+"""`demo` has the size of the demo's model. Its rows of 192 and 576 weights are not whole groups of int4-128, so `demo-256` is wider."""
+
+
+def runs_of(model_name: str) -> list[str]:
+    """Return the runs that a benchmark makes by default: all, or only those of int4-128, which the other model cannot have, beside bf16."""
+    if model_name == "demo-256":
+        return [name for name in RUNS if name.removesuffix("-") in ("bf16", "int4-128")]
+    return [name for name in RUNS if _fits(name, SIZES[model_name])]
+
+
+def _fits(name: str, size: Size) -> bool:
+    recipe = name.removesuffix("-")
+    group = None if recipe == "bf16" else Recipe.parse(recipe).group_size
+    return not group or size.width % group == 0
 
 
 @dataclass
@@ -82,6 +102,7 @@ class Run:
     loss: GrpoLoss
     layout: QuantisedLayout | None
     published: dict[str, Any] | None = None
+    kept: Kept = field(default_factory=dict)
     steps: list[dict[str, float]] = field(default_factory=list)
 
     @classmethod
@@ -107,7 +128,7 @@ class Run:
             for name, weight in dequantise_state(self.published, self.layout, "bfloat16").items():
                 served[name].copy_(to_torch(weight))
         else:
-            copy_served(self.layout, weights, served)
+            copy_served(self.layout, weights, served, self.kept)
 
     def draw(self, ids: torch.Tensor, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw tokens from the served policy. Return them with their log-probs."""
@@ -240,6 +261,35 @@ def take_turns(runs: Sequence[Run], size: Size, steps: int, deadline: float, see
             break
 
 
+def pretrained(folder: Path | None, model: Any, size: Size, steps: int) -> Any:
+    """Return the model after pre-training. If there is a folder, the weights are kept there."""
+    file = None if folder is None else folder / "pretrained.pt"
+    if file is not None and file.exists():
+        model.load_state_dict(torch.load(file))
+        return model
+    began = time.time()
+    loss = pretrain(model, size, steps)
+    print(f"pre-training: loss {loss:.2f} nats per letter after {time.time() - began:.0f} s", flush=True)
+    if file is not None:
+        torch.save(model.state_dict(), file.with_suffix(".new"))
+        file.with_suffix(".new").rename(file)
+    return model
+
+
+def kept_steps(folder: Path, name: str, model: Any, size: Size, steps: int) -> list[dict[str, float]]:
+    """Return the steps of a run. The run is made if the folder lacks it, or has fewer steps of it."""
+    file = folder / f"{name}.json"
+    if file.exists() and len(found := json.loads(file.read_text())) >= steps:
+        return found[:steps]
+    began = time.time()
+    run = Run.of(name, model, size)
+    take_turns([run], size, steps, math.inf)
+    print(f"{name}: {time.time() - began:.0f} s", flush=True)
+    file.with_suffix(".new").write_text(json.dumps(run.steps))
+    file.with_suffix(".new").rename(file)
+    return run.steps
+
+
 def measure(
     model_name: str = "demo",
     *,
@@ -247,19 +297,23 @@ def measure(
     steps: int = 120,
     seconds: float = 3600.0,
     pretraining: int | None = None,
-    names: Sequence[str] = RUNS,
+    names: Sequence[str] | None = None,
+    folder: Path | None = None,
 ) -> Table:
-    """Make all runs, for this many steps or until the seconds are over."""
-    began = time.time()
-    deadline = began + seconds
+    """Make all runs, for this many steps or until the seconds are over. With a folder, make only runs that are missing there."""
+    deadline = time.time() + seconds
     size = SIZES[model_name]
-    model = new_model(size, device)
+    names = runs_of(model_name) if names is None else names
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    model = pretrained(folder, new_model(size, device), size, size.pretraining_steps if pretraining is None else pretraining)
     weights = sum(weight.numel() for weight in model.parameters())
-    loss = pretrain(model, size, size.pretraining_steps if pretraining is None else pretraining)
-    print(f"{weights:,} weights, loss {loss:.2f} nats per letter after {time.time() - began:.0f} s", flush=True)
-    runs = [Run.of(name, model, size) for name in names]
-    take_turns(runs, size, steps, deadline)
-    done = {run.name: run.steps for run in runs}
+    if folder is not None:
+        done = {name: kept_steps(folder, name, model, size, steps) for name in names}
+    else:
+        runs = [Run.of(name, model, size) for name in names]
+        take_turns(runs, size, steps, deadline)
+        done = {run.name: run.steps for run in runs}
     return _table(model_name, weights, device, done)
 
 
@@ -286,7 +340,8 @@ def _table(model_name: str, weights: int, device: str, steps: dict[str, list[dic
     seconds = {kind: _mean([step for each in steps.values() for step in each], f"{kind}_seconds") for kind in ("publish", "draw", "train")}
     table.notes.append(
         f"Rewards are means of the first and the last {edge} steps; the standard deviation of one step is {mean(spread):.3f}. All runs "
-        f"have the same prompts and seeds. Device: {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}; a step took "
+        "have the same prompts and seeds. Scales stay from step to step where they can. "
+        f"Device: {torch.cuda.get_device_name() if device == 'cuda' else 'CPU'}; a step took "
         + ", ".join(f"{value:.2f} s to {kind}" for kind, value in seconds.items())
         + "."
     )
@@ -302,9 +357,10 @@ def main() -> None:
     parser.add_argument("--model", choices=SIZES, default="demo")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps", type=int, default=120, help="steps of each run")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="the longest time, pre-training included")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="the longest time, pre-training included; not with --folder")
+    parser.add_argument("--folder", type=Path, default=None, help="where the pre-trained model and the runs that are done are kept")
     parser.add_argument("--pretraining", type=int, default=None, metavar="STEPS")
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="recipes; with a minus, without importance weights")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=None, help="recipes; with a minus, without importance weights")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--json", type=Path, default=None, help="write the table to this file, and not into the documentation")
     arguments = parser.parse_args()
@@ -318,6 +374,7 @@ def main() -> None:
         seconds=arguments.seconds,
         pretraining=arguments.pretraining,
         names=arguments.runs,
+        folder=arguments.folder,
     )
     show(table)
     if arguments.json is not None:

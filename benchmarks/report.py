@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import re
+import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -45,6 +46,18 @@ def machine() -> str:
     from deltawire.codec import default_codec
 
     return f"{cpu}, {default_codec().name} codec, Python {platform.python_version()}"
+
+
+def commit() -> str:
+    """Return the commit of this working tree, or "unknown" without git. Changes that are not committed are marked with a plus."""
+    try:
+        told = [
+            subprocess.run(["git", "-C", str(ROOT), *words], check=True, capture_output=True, text=True).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return told[0] + ("+" if told[1] else "")
 
 
 def show(table: Table) -> None:

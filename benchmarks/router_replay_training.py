@@ -110,20 +110,6 @@ def new_model(size: Size, experts: int = EXPERTS) -> Any:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
-def pretrained(folder: Path, size: Size, experts: int = EXPERTS) -> Any:
-    """Return the model from which all runs start. It is kept in the folder."""
-    model, file = new_model(size, experts), folder / "pretrained.pt"
-    if file.exists():
-        model.load_state_dict(torch.load(file))
-    else:
-        began = time.time()
-        loss = quantised_rl.pretrain(model, size, size.pretraining_steps)
-        print(f"pre-training: loss {loss:.2f} nats per letter after {time.time() - began:.0f} s", flush=True)
-        torch.save(model.state_dict(), file.with_suffix(".new"))
-        file.with_suffix(".new").rename(file)
-    return model
-
-
 def make_runs(
     folder: Path,
     size: Size = SIZE,
@@ -134,7 +120,7 @@ def make_runs(
 ) -> int:
     """Make the runs that the folder does not have yet. Return the number of weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = pretrained(folder, size, experts)
+    model = quantised_rl.pretrained(folder, new_model(size, experts), size, size.pretraining_steps)
     for seed in seeds:
         for mode in modes:
             file = folder / f"{mode}-{seed}.json"

@@ -12,6 +12,9 @@ import numpy as np
 
 from deltawire.tensors.bits import TensorPart
 
+LONGEST = 120.0
+"""The seconds that a rank waits for the others."""
+
 
 class Channels:
     """The tables and barriers of all channels."""
@@ -67,11 +70,11 @@ class ThreadRank:
 
     def _all(self, value: Any) -> list[Any]:
         self._table[self.rank] = value
-        self._barrier.wait(120)
+        self._barrier.wait(LONGEST)
         everything = list(self._table)
         # all ranks have come this far, and the next barrier notices a rank that failed after this one
         with contextlib.suppress(threading.BrokenBarrierError):
-            self._barrier.wait(120)
+            self._barrier.wait(LONGEST)
         return everything
 
 

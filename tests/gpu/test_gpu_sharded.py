@@ -11,6 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator.build import compiler
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import deltawire
 from deltawire.codec import using_codec
@@ -145,6 +147,50 @@ def test_shards_are_quantised_where_they_are_to_the_bytes_of_a_whole_model(recip
             raise found
         assert [version.digest for version in found] == [version.digest for version in expected]
         assert [version.kind for version in found] == ["anchor", "delta", "delta"]
+    assert read(parts) == read(whole)
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    cuts=st.lists(st.floats(0, 1), min_size=1, max_size=2).map(sorted),
+    seed=st.integers(0, 100),
+    spelling=st.sampled_from(SPELLINGS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    snapshot=st.sampled_from(["host", "device"]),
+)
+def test_any_cut_of_shards_on_a_gpu_gives_the_bytes_of_one_process_on_the_host(cuts, seed, spelling, dtype, snapshot):
+    random = torch.Generator().manual_seed(seed)
+    shapes = {"self_attn.q_proj": (140, 128), "self_attn.k_proj": (9, 128), "mlp.down_proj": (5, 256)}
+    state = {f"model.layers.0.{name}.weight": torch.randn(*shape, generator=random) * 0.02 for name, shape in shapes.items()}
+    state["model.norm.weight"] = torch.randn(300, generator=random)
+    versions = [{name: tensor.to(DEVICE, dtype) for name, tensor in state.items()}]
+    for factors in ([0.3, 1.01], [1.01, 3.0]):
+        versions.append({name: tensor.clone() for name, tensor in versions[-1].items()})
+        for tensor in versions[-1].values():
+            moved = torch.rand(tensor.shape, generator=random) < 0.02
+            factor = torch.tensor(factors)[torch.randint(0, 2, tensor.shape, generator=random)]
+            tensor.mul_(torch.where(moved, factor, 1.0).to(DEVICE))
+    whole, parts = MemoryStore(), MemoryStore()
+    given = {"quantise": spelling, "attachments": {"config.json": b"{}"}, "options": WriterOptions(threads=1)}
+    with deltawire.Publisher(whole, **given) as publisher:
+        expected = [publisher.publish({name: array_of(tensor) for name, tensor in each.items()}).digest for each in versions]
+
+    def held(state, rank):
+        found = {}
+        for name, tensor in state.items():
+            edges = [0, *(int(cut * len(tensor)) for cut in cuts), len(tensor)]
+            start, stop = (edge * math.prod(tensor.shape[1:]) for edge in edges[rank : rank + 2])
+            found[name] = TensorPart(tensor.reshape(-1)[start:stop], tuple(tensor.shape), start)
+        return found
+
+    def work(ranks):
+        with ShardedPublisher(ranks, parts, snapshot=snapshot, **given) as publisher:
+            return [publisher.publish(held(each, ranks.rank)).digest for each in versions]
+
+    for found in run_ranks(len(cuts) + 1, work):
+        if isinstance(found, BaseException):
+            raise found
+        assert found == expected
     assert read(parts) == read(whole)
 
 
@@ -403,6 +449,8 @@ TABLE = {  # mode: copies of a shard while a version is published (baseline, and
     "background, device": ({"background": True, "snapshot": "device"}, (2, 0)),
     "quantised": ({"quantise": "fp8-block"}, (0, 1)),
     "quantised, device": ({"quantise": "fp8-block", "snapshot": "device"}, (1, 0)),
+    "quantised, nvfp4": ({"quantise": "nvfp4"}, (0, 1)),
+    "quantised, nvfp4, device": ({"quantise": "nvfp4", "snapshot": "device"}, (1, 0)),
     "shards on the host": ({}, (0, 1)),
     "shards on the host, cast": ({"dtype": torch.bfloat16}, (0, 2)),
     "shards on the host, background": ({"background": True}, (0, 2)),
@@ -457,8 +505,9 @@ def test_a_rank_holds_as_many_copies_of_its_shard_as_the_table_says(mode, monkey
         assert len(made) == len(raw) > 1
         assert [each["host"] for each in made] == raw
     elif "quantise" in given:  # scales, and the norm in bfloat16, are made on the GPU; codes are not written
-        assert len(made) == (1 if "snapshot" in given else 2)
-        assert sum(each["gpu"] for each in made) == 2 * 4 + 64 * 2
+        segments, scales = {"fp8-block": (2, 2 * 4), "nvfp4": (3, 128 * 256 // 16 + 4)}[given["quantise"]]
+        assert len(made) == (1 if "snapshot" in given else segments)
+        assert sum(each["gpu"] for each in made) == scales + 64 * 2
         assert {each["host"] for each in made} == {0}
 
 

@@ -106,9 +106,13 @@ def test_ranks_publish_the_bytes_of_one_process(recipe):
 
 @pytest.mark.parametrize("recipe", SPELLINGS)
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cuts=st.lists(st.floats(0, 1), min_size=1, max_size=5), seed=st.integers(0, 100))
-def test_any_cut_through_blocks_gives_the_same_bytes(recipe, cuts, seed):
-    versions = states_of(2, seed=seed)
+@given(
+    cuts=st.lists(st.floats(0, 1), min_size=1, max_size=5),
+    seed=st.integers(0, 100),
+    dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]),
+)
+def test_any_cut_through_blocks_gives_the_same_bytes(recipe, cuts, seed, dtype):
+    versions = states_of(3, dtype=dtype, seed=seed)
     whole, parts = MemoryStore(), MemoryStore()
     one = publish_whole(whole, versions, quantise=recipe)
     many = publish_parts(parts, len(cuts) + 1, versions, rows_by(sorted(cuts)), quantise=recipe)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +46,7 @@ def update(routes: VllmRoutes, seq: int) -> dict[str, Any]:
     return worker
 
 
-@pytest.mark.parametrize("recipe", ["fp8-channel", "int4"] if os.environ.get("DELTAWIRE_TEST_EVERY_SYNC") else ["int4"])
+@pytest.mark.parametrize("recipe", ["fp8-channel", "int4"])
 def test_after_twenty_updates_and_a_restart_of_the_trainer_a_server_computes_what_a_fresh_one_does(
     recipe: str, tmp_path: Path, serve: Callable[..., LiveServer]
 ) -> None:
@@ -69,7 +68,7 @@ def test_after_twenty_updates_and_a_restart_of_the_trainer_a_server_computes_wha
         worker = update(server.routes, seq)
         seen.append(logprobs(server))
     assert worker["last"]["loaded_anew"] == 0
-    assert (worker["tensors"].get("mapped", 0) > 0) == (recipe == "int4"), worker["tensors"]  # CPUs repack int4
+    assert worker["tensors"]["mapped"] > 0  # CPUs repack int4, and vLLM widens the scales of fp8-channel
     assert (seen[-1], server.routes.checksums()) == fresh
     assert len({str(each) for each in seen}) == len(seqs)
     assert check_decoding(server.routes).tokens == 32
