@@ -62,9 +62,9 @@ def measure() -> Table:
             table.rows.append([*row, *cells, _requests(deltas), _limit(deltas)])
     allowed = " and ".join(f"{limit.allowed:,.0f} {limit.name[:3]}" for limit in _of_the_origin(deltas))
     table.notes.append(
-        "The embedding and the output layer of the 1T model are in bf16. PUT and GET are the requests of trainer, members and relays to "
-        f"the origin, for records, results and weights. S3 takes {allowed} requests per second for one prefix. Rows without a speed have the "
-        "requests that the planned speed would need."
+        "The embedding and the output layer of the 1T model are in bf16. PUT and GET are the requests of trainer, members and relays "
+        f"to the origin, for records, results and weights. S3 takes {allowed} requests per second for one prefix. "
+        "Rows without a speed have the requests that the planned speed would need."
     )
     return table
 
