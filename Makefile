@@ -39,7 +39,7 @@ help:
 	@echo "make docs   the documentation as a site, in build/site"
 	@echo "make lint   ruff and mypy --strict"
 	@echo "make bench  all benchmarks (minutes, needs 6 GiB of memory); writes benchmarks/results/"
-	@echo "make bench-wan  updates over emulated WAN links (14 minutes on free cores; needs root, iproute2, g++ and 10 GiB of memory; WAN=--quick)"
+	@echo "make bench-wan  updates over emulated WAN links (19 minutes on free cores; needs root, iproute2, g++ and 10 GiB of memory; WAN=--quick)"
 	@echo "make fuzz   the native codec under sanitizers, with hostile payloads (RUNS=10000000 of them, SEED=1; docs/fuzzing.md)"
 	@echo "make chaos  publishers, readers and a real SeaweedFS that are killed and frozen, and an independent checker (MINUTES=5)"
 	@echo "make fuzz-chains  everything that reads a chain, with hostile chains whose hashes are right (CHAINS=2000 of them)"

@@ -140,7 +140,7 @@ def least_seconds(staleness: int, result_bytes: float, speed: float, steps: int)
     return high / steps
 
 
-def measure(steps: int = 10, seeds: int = 2) -> Table:
+def measure(steps: int = 10, seeds: int = 8) -> Table:
     """Measure all ways to share the work."""
     table = Table(
         "fleet-links",

@@ -8,6 +8,7 @@ from step_cost import MODELS
 from deltawire.planning import FleetShape, Link, Network, Prices, Region, Workload, plan
 from deltawire.planning.fleet_shape import gpus_to_hold
 from deltawire.planning.plan import DELTAWIRE, FULL, MethodPlan, PlanReport
+from deltawire.planning.store_limits import Limit
 
 LINK = Link(1e9, 0.08)
 RATE = 2_500.0
@@ -44,6 +45,7 @@ def measure() -> Table:
             "deltas: speed",
             "deltas: $/step",
             "tokens/$, deltas to full",
+            "deltas: PUT / GET per second",
             "first limit with deltas",
         ],
     )
@@ -57,13 +59,26 @@ def measure() -> Table:
                 cells = [_percent(full.of_free), _percent(deltas.of_free), f"{deltas.dollars:,.2f}", f"{ratio:.3g}×"]
             name = f"{model} {dtype.removesuffix('-block')}"
             row = [name, str(regions), f"{members:,}", f"{seconds} s", f"{full.worst.behind:,.0f} s", f"{deltas.worst.behind:.1f} s"]
-            table.rows.append([*row, *cells, _limit(deltas)])
-    table.notes.append("The embedding and the output layer of the 1T model are in bf16.")
+            table.rows.append([*row, *cells, _requests(deltas), _limit(deltas)])
+    allowed = " and ".join(f"{limit.allowed:,.0f} {limit.name[:3]}" for limit in _of_the_origin(deltas))
+    table.notes.append(
+        "The embedding and the output layer of the 1T model are in bf16. PUT and GET are the requests of trainer, members and relays "
+        f"to the origin, for records, results and weights. S3 takes {allowed} requests per second for one prefix. "
+        "Rows without a speed have the requests that the planned speed would need."
+    )
     return table
 
 
 def _percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+
+
+def _of_the_origin(method: MethodPlan) -> list[Limit]:
+    return sorted((limit for limit in method.limits if limit.name.endswith("of the origin")), key=lambda limit: limit.allowed)
+
+
+def _requests(method: MethodPlan) -> str:
+    return " / ".join(f"{limit.used:,.0f}" if limit.used >= 10 else f"{limit.used:.1f}" for limit in _of_the_origin(method))
 
 
 def _limit(method: MethodPlan) -> str:

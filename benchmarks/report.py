@@ -74,4 +74,16 @@ def keep(table: Table) -> None:
         text = page.read_text()
         if begin in text and end in text:
             head, rest = text.split(begin, 1)
-            page.write_text(head + begin + f"\n{table.markdown()}\n\n*{machine()}*\n" + end + rest.split(end, 1)[1])
+            page.write_text(head + begin + block(table, machine()) + end + rest.split(end, 1)[1])
+
+
+def block(table: Table, where: str) -> str:
+    """Return what a page has between the markers of a table that was measured on the machine `where`."""
+    return f"\n{table.markdown()}\n\n*{where}*\n"
+
+
+def kept(name: str) -> str:
+    """Return what a page has between the markers of a table, from its file in benchmarks/results/."""
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    where = found.pop("machine")
+    return block(Table(**found), where)

@@ -169,14 +169,19 @@ def measure_modes(seconds: float, pretraining: float) -> Table:
 
 
 def measure_prompts(seconds: float, pretraining: float, sizes: Sequence[int] = (6, PROMPTS)) -> Table:
-    """Measure asynchronous training with deltas for steps of several sizes, and compare it with virtual time."""
-    rates, before = rl_profile.RUNS["rl-async"], os.getloadavg()[0]
+    """Measure asynchronous training with deltas and shares by speed for steps of several sizes, and compare it with virtual time."""
+    before = os.getloadavg()[0]
     with pretrained(pretraining) as model:
-        runs = {size: run(model, rates, seconds=seconds, staleness=1, full=False, prompts=size) for size in sizes}
+        runs = {
+            (name, size): run(model, rates, seconds=seconds, staleness=1, full=False, prompts=size)
+            for name, rates in rl_profile.RUNS.items()
+            for size in sizes
+        }
     table = Table(
         "rl-prompts",
-        f"Asynchronous training with deltas as above, with steps of {' and '.join(map(str, sizes))} prompts",
+        f"Asynchronous runs with deltas and shares by speed as above, with steps of {' and '.join(map(str, sizes))} prompts",
         [
+            "run",
             "prompts",
             "generation of a step",
             "steps",
@@ -187,10 +192,12 @@ def measure_prompts(seconds: float, pretraining: float, sizes: Sequence[int] = (
             "trainer waits",
         ],
     )
-    for size, one in runs.items():
+    for (name, size), one in runs.items():
+        rates = rl_profile.RUNS[name]
         shares = [rl_profile.run(rates, size, seed=seed).share for seed in range(3)]
         table.rows.append(
             [
+                name,
                 str(size),
                 f"{size * rl_profile.TOKENS_PER_TASK / sum(rates):.2f} s",
                 str(one.steps),

@@ -51,7 +51,7 @@ class Options:
     sizes: Sequence[float] = (1e9, 4e9, 8e9)
     versions: int = 2
     most_decoded: float = 1.2e9
-    longest_full: float = 40.0
+    longest_full: float = 75.0
     long_full: bool = True
     loop_batches: int = 3
     loop_rate: float = 1e9

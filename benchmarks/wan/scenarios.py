@@ -20,6 +20,8 @@ FIRST_READ, LATER_READ = "files of a delta, first read", "files of a delta, late
 _READS = 3
 READERS = 4
 """Readers in each region, where relays are compared."""
+SHORT_BLOCKS = 2
+"""Blocks of full weights that are also fetched over the slowest links: a transfer that ends soon after its streams have begun."""
 
 
 def check_links(emulation: Emulation, options: Options) -> Iterator[tuple[Shape, LinkCheck]]:
@@ -94,11 +96,20 @@ def own_codec(emulation: Emulation) -> Codec:
 
 
 def fetches(emulation: Emulation, options: Options, found: list[Update]) -> Iterator[Fetch]:
-    """Fetch as many objects, of the same sizes, as the largest delta has, without decoding them. Add the full weights that were fetched."""
+    """Fetch as many objects, of the same sizes, as the largest delta has, without decoding them. Add the full weights that were fetched.
+
+    A small part of the full weights is fetched over links of the slowest rate, too.
+    """
     for update in found:
         if update.method == FULL and not update.is_computed:
             for rtt, seconds in zip(RTTS, update.links, strict=True):
                 yield Fetch("full weights", Shape(update.rate, rtt), round(update.nbytes / BLOCK_BYTES), update.nbytes, seconds)
+    slowest = min(options.rates)
+    if min(options.sizes) > SHORT_BLOCKS * BLOCK:
+        emulation.shape(slowest, RTTS)
+        [short] = emulation.send("full", copies=SHORT_BLOCKS)
+        for rtt, arrival in zip(RTTS, short.arrivals, strict=True):
+            yield Fetch("full weights", Shape(slowest, rtt), SHORT_BLOCKS, short.nbytes, arrival.served)
     largest = max((update for update in found if update.method == DELTAWIRE), key=lambda update: update.nbytes)
     copies = round(largest.weights / BLOCK)
     for rate in options.rates:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from announced_files import BeforeCommits, announce_at_once
 from publications import Ledger, assert_one_history, open_publisher, published, repeated, visible_step
 from relayed_chain import MeteredStore, assert_commits_before_moves, assert_data_before_commits, copy_of, objects_of, open_relay, relay_once
 
 from deltawire.chain.find import find_version
 from deltawire.chain.log import ChainLog
 from deltawire.errors import DeltawireError
+from deltawire.format.records.announcement_records import Announcement
+from deltawire.format.records.canonical import MAX_RECORD_BYTES
 from deltawire.publish.channels import ChannelWriter
 from deltawire.relay import data_copy
 from deltawire.store import keys
@@ -81,6 +85,75 @@ def test_a_relay_killed_at_any_call_of_its_target_is_finished_by_the_next(chain:
 @pytest.mark.parametrize("from_nothing", [True, False], ids=["first copy", "later copy"])
 def test_a_relay_killed_at_any_call_of_its_source_is_finished_by_the_next(chain: Any, from_nothing: bool) -> None:
     assert everywhere(chain, lambda index: Before(index, "crash"), at_target=False, from_nothing=from_nothing) > 15
+
+
+@dataclass(frozen=True)
+class AnnouncedChain:
+    """A chain before its newest commit, whose files are announced; the chain after it; a region with its beginning; what was published."""
+
+    before: MemoryStore
+    after: MemoryStore
+    begun: MemoryStore
+    ledger: Ledger
+
+
+@pytest.fixture(scope="module")
+def announced() -> AnnouncedChain:
+    store, ledger = published(2)
+    region = MemoryStore("region")
+    relay_once(store, region)
+    held, before = BeforeCommits(store), []
+    with pytest.MonkeyPatch.context() as patched:
+        announce_at_once(patched)
+        with open_publisher(held) as publisher:
+            ledger.publish(publisher, 1)
+            for version in (1, 3, 2):
+                ChannelWriter(ChainLog(store), "stable").promote(find_version(ChainLog(store), version))
+            held.action = lambda: before.append(copy_of(store))
+            ledger.publish(publisher, 1)
+    assert len(before) == 1
+    return AnnouncedChain(before[0], store, region, ledger)
+
+
+def announced_files_of(store: MemoryStore) -> set[str]:
+    """Return the files that the announcement in a store names. Empty if there is none."""
+    if keys.COMING not in {info.key for info in store.list("")}:
+        return set()
+    return {entry.key for entry in Announcement.parse(store.get(keys.COMING, limit=MAX_RECORD_BYTES)).files}
+
+
+@pytest.mark.parametrize("from_nothing", [True, False], ids=["first copy", "later copy"])
+@pytest.mark.parametrize(
+    ("fault", "at_target"), [(Before, True), (After, True), (Before, False)], ids=["before a target's", "after a target's", "a source's"]
+)
+def test_a_relay_killed_at_any_call_around_an_announcement_is_finished_by_the_next(
+    announced: AnnouncedChain, fault: Any, at_target: bool, from_nothing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_copy, "_AT_ONCE", 1)  # so that the calls have the same order every time
+    pending = announced_files_of(announced.before)
+    assert len(pending) > 1
+    seen = set()
+    for index in range(1000):
+        source, region = copy_of(announced.before), MemoryStore("region") if from_nothing else copy_of(announced.begun)
+        faulty = FaultyStore(region if at_target else source, [fault(index, "crash")])
+        with (
+            contextlib.suppress(ProcessDied, DeltawireError),
+            open_relay(source if at_target else faulty, faulty if at_target else region) as relay,
+        ):
+            relay.copy()
+            assert relay.copy_announced()
+            for info in announced.after.list(""):  # now the commit is there
+                source.put(info.key, announced.after.get(info.key, limit=info.size))
+            relay.copy()
+            relay.copy_shortcuts()
+        if len(faulty.calls) <= index:
+            break
+        had = {info.key for info in region.list("")}
+        assert announced_files_of(region) <= had
+        if announced.ledger.newest != visible_step(region):
+            seen.add(len(pending & had))
+        assert_resumes(announced.after, region, announced.ledger)
+    assert seen >= set(range(len(pending) + 1))  # relays were killed before, between and after all announced files
 
 
 @pytest.mark.parametrize("at_once", [1, 3])

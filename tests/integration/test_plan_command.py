@@ -52,6 +52,13 @@ def test_one_region_may_have_another_link() -> None:
     assert found["methods"][0]["behind_seconds"]["worst_region"] == "r2"
 
 
+def test_stores_may_answer_at_another_speed() -> None:
+    usual, at_once = (succeed("plan", "--params", "8B", *options) for options in ((), ("--server-latency", "0ms")))
+    assert [found["network"]["model"]["server_seconds"] for found in (usual, at_once)] == [0.02, 0]
+    slower, faster = (found["methods"][0]["regions"][0]["link_seconds"] for found in (usual, at_once))
+    assert faster < slower
+
+
 def test_a_plan_from_a_chain_uses_its_own_sizes(published: Path) -> None:
     versions = succeed("log", published)["versions"]
     deltas = [version["bytes"] for version in versions if version["kind"] == "delta"]
@@ -99,6 +106,8 @@ def test_the_plot_is_an_svg_file_and_replaces_none(tmp_path: Path) -> None:
         ("--params", "8B", "--rate", "inf"),
         ("--params", "8B", "--egress", "-1"),
         ("--params", "8B", "--in-bf16", "9B"),
+        ("--params", "8B", "--server-latency", "20"),
+        ("--params", "8B", "--server-latency", "2min"),
     ],
 )
 def test_impossible_numbers_are_wrong_usage(options: tuple[object, ...]) -> None:

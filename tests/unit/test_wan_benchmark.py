@@ -225,6 +225,9 @@ def test_options() -> None:
     assert not options.runs_full(2e9, 0.25e9)
     assert options.runs_full(16e9, 1e9)
     assert not parse(["--no-long-full"]).runs_full(16e9, 1e9)
+    small, middle = 8 * 2.0**28, 30 * 2.0**28  # bytes of 1.07 B and 4.03 B weights
+    assert [Options().runs_full(small, rate) for rate in Options().rates] == [True] * 4
+    assert [Options().runs_full(middle, rate) for rate in Options().rates] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("arguments", [["--rates", "fast"], ["--sizes", "0"], ["--versions", "0"], ["--sizes", "inf"]])

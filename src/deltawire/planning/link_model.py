@@ -84,6 +84,11 @@ class LinkModel:
     efficiency: float
     fade: float = 0.0
 
+    def __post_init__(self) -> None:
+        checked(self.server_seconds, "The seconds of the server for a request", most=60)
+        checked(self.efficiency, "The share of a link's rate that arrives", most=1, least=0.01)
+        checked(self.fade, "The loss of rate for each second of a round trip", most=1000)
+
     def goodput(self, link: Link) -> float:
         """Return the useful bytes per second of a link.
 

@@ -89,6 +89,15 @@ def plan(
         ),
     ] = None,
     local: Annotated[str, typer.Option("--local", metavar="RATE/RTT", help="Links within a region.")] = "10Gbit/1ms",
+    server_latency: Annotated[
+        str | None,
+        typer.Option(
+            "--server-latency",
+            metavar="TIME",
+            help="The time from a request to a store's first byte, without the network. Default: 20ms, as measured with an S3 server.",
+            show_default=False,
+        ),
+    ] = None,
     members: Annotated[
         int | None,
         typer.Option("--members", metavar="N", help="Members, in all regions together. Default: 64.", show_default=False),
@@ -162,7 +171,7 @@ def plan(
                 raise typer.BadParameter("give --from, or the sizes of a model, not both: each says how large a step is.")
             else:
                 workload = seen.workload
-            network = _network(regions, link or [], local, members, counted, not no_relays, cut_through, streams)
+            network = _network(regions, link or [], local, server_latency, members, counted, not no_relays, cut_through, streams)
             each = gpus_to_hold(workload.state_bytes) if gpus_per_member is None else gpus_per_member
             usual = 60.0 if seen is None or seen.step_seconds is None else seen.step_seconds
             seconds = usual if step is None else duration(step, "--step")
@@ -242,12 +251,22 @@ def _workload(
 
 
 def _network(
-    regions: int, links: list[str], local: str, given: int | None, counted: int, relays: bool, cut_through: bool, streams: str
+    regions: int,
+    links: list[str],
+    local: str,
+    server_latency: str | None,
+    given: int | None,
+    counted: int,
+    relays: bool,
+    cut_through: bool,
+    streams: str,
 ) -> Network:
-    from ...planning import Network, Region
+    from dataclasses import replace
+
+    from ...planning import CALIBRATED, Network, Region
     from ...planning.link_model import parse_link
     from ...planning.network import MOST_REGIONS
-    from ...planning.quantities import checked
+    from ...planning.quantities import checked, duration
 
     checked(regions, "--regions", most=MOST_REGIONS, least=1)
     members = max(counted or 64, regions) if given is None else given
@@ -273,4 +292,5 @@ def _network(
         relays,
         None if streams == "auto" else int(streams),
         cut_through,
+        model=CALIBRATED if server_latency is None else replace(CALIBRATED, server_seconds=duration(server_latency, "--server-latency")),
     )

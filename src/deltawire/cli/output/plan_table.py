@@ -96,7 +96,8 @@ def _assumptions(report: PlanReport) -> list[str]:
     return [
         "",
         f"Assumed: {copies}; slowest link {_bits(slowest.link.rate)}, {1000 * slowest.link.rtt:.3g} ms; within regions "
-        f"{_bits(network.local.rate)}; {'' if network.cut_through else 'no '}cut-through; staleness {fleet.staleness}; "
+        f"{_bits(network.local.rate)}; stores answer after {1000 * network.model.server_seconds:.3g} ms; "
+        f"{'' if network.cut_through else 'no '}cut-through; staleness {fleet.staleness}; "
         f"{figures.duration(fleet.generate_seconds)} of generation and {figures.duration(fleet.train_seconds)} of training for each step; "
         f"{fleet.gpus_per_member:,} GPU{'s' if fleet.gpus_per_member > 1 else ''} per member, {fleet.trainer_gpus:,} for the trainer; "
         f"encoding {figures.size(round(codec.encode_rate))}/s, decoding {figures.size(round(codec.decode_rate))}/s; "
