@@ -83,7 +83,7 @@ def test_a_server_and_a_sidecar_start_as_the_pages_say(
 
 
 def check_routes_of_a_trainer(run: Run, server: LiveServer) -> None:
-    """Run the page's requests of a trainer, with a version, a fence, a location that does not exist, and a lease."""
+    """Run the page's requests of a trainer, with a version, a fence, a location that does not exist, and a pause lease."""
     steps = block_with("init_weight_transfer_engine")
 
     def bring(seq: int, *, url: str = run.store) -> list[dict[str, Any]]:
