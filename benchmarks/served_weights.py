@@ -17,7 +17,7 @@ _EPSILON = 2.0**-23
 
 
 def copy_served(layout: QuantisedLayout, weights: dict[str, torch.Tensor], served: dict[str, torch.Tensor]) -> None:
-    """Write what the quantised weights stand for into `served`, which has the same names. `weights` are float32."""
+    """Write the values of the quantised weights into `served`, which has the same names. `weights` are float32."""
     for name, weight in weights.items():
         if name not in layout.weights_of_source:
             served[name].copy_(weight)

@@ -76,6 +76,9 @@ def test_no_error_help_or_event_makes_readers_stumble():
         "The most probability of a wrong rollback.",
         "unless the test errs.",
         "The name is no number.",
+        "Stands for the module.",
+        "It was written all the same.",
+        "They have the same names time and again.",
     ],
 )
 def test_sentences_that_readers_stumbled_over_are_found(text):

@@ -84,7 +84,7 @@ class DeviceBits:
 
 
 class MasterWeightBits(DeviceBits):
-    """A float32 tensor that stands for the bfloat16 values that it rounds to (to nearest, ties to even). Kernels round as they read."""
+    """A float32 tensor that is published as bfloat16 values, rounded to nearest, ties to even. Kernels round as they read."""
 
     __slots__ = ()
 
@@ -124,7 +124,7 @@ class ScalesOnDevice(NamedTuple):
 
 
 class QuantisedBits(DeviceBits):
-    """Weights on a GPU that stand for the codes that they are quantised to, or for the scales. Kernels quantise as they read.
+    """Weights on a GPU that are published as codes, or as the scales of these codes. Kernels quantise as they read.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ class QuantisedBits(DeviceBits):
     scales
         Where the scales are.
     makes_scales
-        Whether the weights stand for the scales. These must have one byte each, and are not written.
+        Whether the weights are published as scales. These must have one byte each, and are not written.
     """
 
     __slots__ = ("_itemsize", "_shape", "facts", "makes_scales", "scales")

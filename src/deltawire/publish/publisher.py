@@ -231,7 +231,7 @@ class Publisher:
         is copied; if an earlier publication has failed, it raises that error instead, once, and does not accept the state.
 
         Raises a `TensorError` if the state cannot be published. Raises a `StoreError` if the store fails; then the same or a later state
-        may be published again. Raises `CommitOutcomeUnknown` if the version may be in the chain all the same; the next call finds out.
+        may be published again. Raises `CommitOutcomeUnknown` if the version may be in the chain nevertheless; the next call finds out.
         Raises `Fenced`, from then on at every call, if another publisher has taken over.
 
         Parameters

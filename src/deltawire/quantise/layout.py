@@ -163,7 +163,7 @@ class QuantisedLayout:
         recipe
             The recipe, or its spelling.
         state
-            Names to tensors. A part of a tensor stands for the whole tensor.
+            Names to tensors. A part of a tensor is enough: it says what the whole tensor is.
         dtype
             The type of floating-point tensors that are not quantised, as for `of`.
         """

@@ -65,7 +65,7 @@ class OnGpu(Protocol):
     """Works on shards on a GPU: chooses scales of groups there, and need not write codes. Only `GpuQuantiser` does this."""
 
     def unwritten_codes(self, recipe: Recipe, shards: Sequence[RowShard], scales: Sequence[Scales], itemsize: int) -> Sequence[DeviceBits]:
-        """Return what stands for the codes of shards. Kernels make them when they encode."""
+        """Return weights in place of the codes of shards. Kernels make them when they encode."""
         ...
 
     def largest_of(self, recipe: Recipe, shards: Sequence[RowShard]) -> NDArray[np.float32]:

@@ -154,7 +154,7 @@ class QuantisedSource:
         return rows if rows_can_be_quantised_as_read(self._layout.recipe, share.shard(self._held, rows)) else None
 
     def _unwritten(self, asked: Sequence[tuple[Output, ElementRange]]) -> Parts:
-        """Return what stands for the codes of rows, which kernels make when they encode them."""
+        """Return rows of weights in place of their codes, which kernels make when they encode them."""
         shares = [self._shares[output.weight.module] for output, _ in asked if output.weight is not None]
         shards = [share.shard(self._held, rows) for share, (_, rows) in zip(shares, asked, strict=True)]
         scales = [self._scales.scales_of(share, rows) for share, (_, rows) in zip(shares, asked, strict=True)]

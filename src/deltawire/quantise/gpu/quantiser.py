@@ -119,7 +119,7 @@ class GpuQuantiser:
         recipe, weights
             As for `quantise_weights`.
         makes_codes
-            Whether codes are written. If not, `QuantisedBits` can stand for them.
+            Whether codes are written. If not, `QuantisedBits` can take their place.
         makes_scales
             Whether scales are written. They need not be if no codes are written, they have one byte each, and rows follow each other.
         """
@@ -220,7 +220,7 @@ class GpuQuantiser:
         return [tensor.view(_CODE_TYPES[recipe.element]).view(len(shard.rows), -1) for tensor, shard in zip(codes, shards, strict=True)]
 
     def unwritten_codes(self, recipe: Recipe, shards: Sequence[RowShard], scales: Sequence[Scales], itemsize: int) -> list[QuantisedBits]:
-        """Return what stands for the codes of shards on this GPU, for given scales. Kernels make them when they encode.
+        """Return weights in place of the codes of shards on this GPU, for given scales. Kernels make them when they encode.
 
         Parameters
         ----------

@@ -240,7 +240,7 @@ __device__ __forceinline__ void make_scales(u8* stage, const u8* base, const Mas
         *(uint4*)(stage + at) = known ? *(const uint4*)(base + at) : make_uint4(0, 0, 0, 0);
     }
     __syncwarp();
-    // Bit i stands for 1,024 weights.
+    // Each bit tells about 1,024 weights.
     const u64 tile = first * q.group / TILE;
     u32 changed = ALL;
     if (known) {
