@@ -297,7 +297,10 @@ else:
 
 
 def on_gpu(bits: object) -> TypeIs[DeviceBits]:
-    """Tell whether bits are on a GPU. This is the one way to ask: `False` means that they are a NumPy array, or None."""
+    """Tell whether bits are on a GPU. `False` means that they are a NumPy array, or None.
+
+    For a tensor, ask `torch_types.gpu_of` or `gpu_holding`; for all tensors of a state, `Columns.is_on_gpu` or `are_on_gpu`.
+    """
     return isinstance(bits, DeviceBits)
 
 
@@ -305,6 +308,13 @@ def in_host_memory(bits: Bits) -> HostBits:
     """Return bits that must be in host memory. Raise `TypeError` if they are on a GPU, where the codecs of the host cannot read them."""
     if on_gpu(bits):
         raise TypeError(f"bits are on {bits.device}, but must be in host memory")
+    return bits
+
+
+def in_gpu_memory(bits: Bits) -> DeviceBits:
+    """Return bits that must be on a GPU. Raise `TypeError` if they are in host memory."""
+    if not on_gpu(bits):
+        raise TypeError("bits are in host memory, but must be on a GPU")
     return bits
 
 

@@ -212,7 +212,7 @@ class GpuQuantiser:
         for column, tensors in (("scales", [scale for scale, _ in each]), ("global_scale", [number for _, number in each])):
             table[column] = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
             held += [tensor for tensor in tensors if tensor is not None]
-        sizes = [shard.rows.numel() // (1 if recipe.element == "e4m3" else 2) for shard in shards]
+        sizes = [shard.rows_on_gpu.numel() // (1 if recipe.element == "e4m3" else 2) for shard in shards]
         codes = [self._gpu.empty(size, torch.uint8) for size in sizes]
         table["codes"] = [tensor.data_ptr() for tensor in codes]
         table["aligned"] &= table["codes"] % 8 == 0
@@ -380,7 +380,7 @@ def _units(recipe: Recipe, rows: NDArray[np.int64], columns: NDArray[np.int64], 
 def _shard_table(shards: Sequence[RowShard]) -> NDArray[Any]:
     """Return where the rows of shards are, as kernels read it."""
     found = np.zeros(len(shards), _WEIGHT)
-    rows = [shard.rows for shard in shards]
+    rows = [shard.rows_on_gpu for shard in shards]
     found["data"] = [each.data_ptr() for each in rows]
     found["stride"] = strides = np.array([each.stride(0) * each.element_size() for each in rows], np.int64)
     found["rows"], found["columns"] = [each.shape[0] for each in rows], [each.shape[1] for each in rows]
