@@ -348,25 +348,6 @@ class QuantisedLayout:
                 found["scale"] = TensorSpec(_U8, (experts, rows // experts, columns // 32))
         return found
 
-    def source_names(self, names: Iterable[str]) -> set[str]:
-        """Return the names of the source tensors that are needed to make outputs, including weights that share a scale with them.
-
-        Parameters
-        ----------
-        names
-            The names of the outputs.
-        """
-        found: set[str] = set()
-        for name in names:
-            weight = self.output(name).weight
-            if weight is None:
-                found.add(name)
-            elif self.recipe.shares_scales:
-                found.update(other.source for other in self.groups[weight.group])
-            else:
-                found.add(weight.source)
-        return found
-
     def output(self, name: str) -> Output:
         """Return a published tensor. Raise `TensorMissing` if there is none with this name.
 
