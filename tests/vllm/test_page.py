@@ -21,7 +21,7 @@ from deltawire import Publisher, Version
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
 
-from markdown_blocks import ROOT, blocks
+from markdown_blocks import blocks_run_by
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -36,7 +36,7 @@ def commands() -> dict[str, list[str]]:
 
 def block_with(text: str, page: str = "docs/serve.md") -> str:
     """Return the one block of a page that this file runs and that contains a text."""
-    (block,) = [block for block in blocks(ROOT / page) if block.run_by == "tests/vllm/test_page.py" and text in block.text]
+    (block,) = [block for block in blocks_run_by("tests/vllm/test_page.py", page) if text in block.text]
     return block.text
 
 
