@@ -70,8 +70,7 @@ def test_a_server_and_a_sidecar_start_as_the_pages_say(
     assert flags[at + 1] == '{"backend": "deltawire"}'  # `serve` gives this flag to every server
 
     run = start_run(TinyModel("dense"))
-    version = run.publisher.publish(run.state, step=0)
-    assert isinstance(version, Version)
+    version = run.publish(step=0)
     server = serve(run.checkpoint, arguments=[*flags[:at], *flags[at + 2 :]], environment={"DELTAWIRE_UPDATE_SECONDS": "0.1"}).wait()
     words = shlex.split(by_page["docs/serve.md"][1])
     assert words == ["deltawire", "sidecar", "--engine", "http://127.0.0.1:8000", "--from", "s3://bucket/run"]
