@@ -140,7 +140,7 @@ def install(core_class: type) -> bool:
 def mark(request: Any, label: str, writes: int) -> None:
     """Let a new request find only keys and values that the present weights computed: vLLM hashes the salt with the tokens.
 
-    The label alone would not do. After a rollback, requests that began with the same version have left keys and values of a later one.
+    The label alone is not enough. After a rollback, requests that began with the same version have left keys and values of a later one.
     A salt that the client chose stays a part of the salt, so that requests of different clients still share nothing.
 
     Parameters
