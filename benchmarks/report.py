@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ("benchmarks.md", "quantise.md", "scale.md")
 """The pages of docs/ that have tables of results."""
+_END_OF_SENTENCE = re.compile(r"(?<=[a-z0-9`)%])\. (?=[A-Z`])")
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Table:
     def markdown(self) -> str:
         lines = [f"**{self.title}**", "", "| " + " | ".join(self.columns) + " |", "|" + "---|" * len(self.columns)]
         lines += ["| " + " | ".join(row) + " |" for row in self.rows]
-        lines += ["", *self.notes] if self.notes else []
+        lines += ["", *(_END_OF_SENTENCE.sub(".\n", note) for note in self.notes)] if self.notes else []
         lines += ["", *(f"- {'met' if met else '**not met**'}: {goal}" for goal, met in self.checks)] if self.checks else []
         return "\n".join(lines)
 

@@ -31,7 +31,7 @@ Kept = dict[str, Numbers]
 def copy_served(
     layout: QuantisedLayout, weights: dict[str, torch.Tensor], served: dict[str, torch.Tensor], kept: Kept | None = None
 ) -> None:
-    """Write what the quantised weights stand for into `served`, which has the same names. `weights` are float32.
+    """Write the values of the quantised weights into `served`, which has the same names. `weights` are float32.
 
     If the recipe is sticky, scales in `kept` stay where they can, and the new ones are written to it.
     """

@@ -248,10 +248,10 @@ private:
 using Encoders = PerWidth<BlockEncoder>;  // of one thread
 
 inline constexpr size_t kBlocksOfThread = 4;
-inline constexpr uint32_t kSpanTiles = kBlockTiles < 16 ? kBlockTiles : 16;  // the tiles that a thread scans at a time, or more
+inline constexpr uint32_t kRunTiles = kBlockTiles < 16 ? kBlockTiles : 16;  // the tiles that a thread scans at a time, or more
 
-// Returns how many tiles a thread scans at a time. Elements that are made together are in one span, or two, so that they are seldom made twice.
-uint32_t span_tiles(const EncodeGroup& group, const Tiles& tiles, const Block& block) {
+// Returns how many tiles a thread scans at a time. Elements that are made together are in one run, or two, so that they are seldom made twice.
+uint32_t run_tiles(const EncodeGroup& group, const Tiles& tiles, const Block& block) {
     uint64_t bytes = 0;
     if (group.preparation)
         tiles.for_each_segment(block.first_tile, block.tiles, [&](const Segment& s) {
@@ -259,15 +259,15 @@ uint32_t span_tiles(const EncodeGroup& group, const Tiles& tiles, const Block& b
             return true;
         });
     const uint64_t tile = group.type.bytes_of(kTile);
-    return uint32_t(std::clamp<uint64_t>((bytes + tile - 1) / tile, kSpanTiles, std::max(kSpanTiles, block.tiles)));
+    return uint32_t(std::clamp<uint64_t>((bytes + tile - 1) / tile, kRunTiles, std::max(kRunTiles, block.tiles)));
 }
 
 // A block that several threads encode together: they scan its tiles; the numbers of changes then decide where its chunks end; they encode the chunks.
 class SharedBlock {
 public:
     virtual ~SharedBlock() = default;
-    virtual size_t spans() const = 0;
-    virtual void scan(Encoders&, size_t span) = 0;
+    virtual size_t runs() const = 0;
+    virtual void scan(Encoders&, size_t run) = 0;
     // Cuts the block into chunks, and returns how many there are.
     virtual size_t cut() = 0;
     virtual void encode(Encoders&, size_t chunk) = 0;
@@ -284,20 +284,20 @@ public:
           changed_(changed),
           kernels_(kernels),
           top_(top_exponent<E>(group, tiles, block)),
-          span_tiles_(span_tiles(group, tiles, block)),
-          spans_((block.tiles + span_tiles_ - 1) / span_tiles_) {}
+          run_tiles_(run_tiles(group, tiles, block)),
+          runs_((block.tiles + run_tiles_ - 1) / run_tiles_) {}
 
-    size_t spans() const override { return spans_.size(); }
+    size_t runs() const override { return runs_.size(); }
     void scan(Encoders& encoders, size_t i) override {
-        const uint32_t first = uint32_t(i) * span_tiles_, n = std::min(span_tiles_, block_.tiles - first);
-        spans_[i] = encoders.get<E>(kernels_).scan(group_, tiles_, block_.first_tile + first, n, top_, changed_);
+        const uint32_t first = uint32_t(i) * run_tiles_, n = std::min(run_tiles_, block_.tiles - first);
+        runs_[i] = encoders.get<E>(kernels_).scan(group_, tiles_, block_.first_tile + first, n, top_, changed_);
     }
     size_t cut() override {
         OpenChunk open{block_.first_tile};
-        for (const ScannedTiles<E>& span : spans_) {
-            add_lanes(block_.before, span.before);
-            add_lanes(block_.after, span.after);
-            for (const TileCounts& counts : span.tiles) {
+        for (const ScannedTiles<E>& run : runs_) {
+            add_lanes(block_.before, run.before);
+            add_lanes(block_.after, run.after);
+            for (const TileCounts& counts : run.tiles) {
                 open.add(counts.elements, counts.changes);
                 if (!open.is_full() && open.first_tile + open.tiles < block_.first_tile + block_.tiles) continue;
                 chunks_.push_back({open});
@@ -309,7 +309,7 @@ public:
     void encode(Encoders& encoders, size_t i) override {
         const OpenChunk& chunk = chunks_[i].open;
         const uint64_t first = chunk.first_tile - block_.first_tile;
-        const auto scanned = [&](uint32_t tile) { return std::pair{&spans_[(first + tile) / span_tiles_], (first + tile) % span_tiles_}; };
+        const auto scanned = [&](uint32_t tile) { return std::pair{&runs_[(first + tile) / run_tiles_], (first + tile) % run_tiles_}; };
         std::vector<uint8_t> bytes;
         encoders.get<E>(kernels_).encode_chunk(group_, tiles_, chunk, top_, scanned, bytes);
         chunks_[i].bytes = std::move(bytes);
@@ -332,8 +332,8 @@ private:
     Block& block_;
     std::vector<int64_t>& changed_;
     const Kernels& kernels_;
-    uint32_t top_, span_tiles_;
-    std::vector<ScannedTiles<E>> spans_;
+    uint32_t top_, run_tiles_;
+    std::vector<ScannedTiles<E>> runs_;
     std::vector<Chunk> chunks_;
 };
 
@@ -348,7 +348,7 @@ void for_all_parts(const std::vector<std::unique_ptr<SharedBlock>>& blocks, cons
 
 void encode_together(const std::vector<std::unique_ptr<SharedBlock>>& blocks, std::vector<Encoders>& workers) {
     std::vector<size_t> sizes;
-    for (const auto& block : blocks) sizes.push_back(block->spans());
+    for (const auto& block : blocks) sizes.push_back(block->runs());
     for_all_parts(blocks, sizes, workers, [](Encoders& encoders, SharedBlock& block, size_t i) { block.scan(encoders, i); });
     for (size_t b = 0; b < blocks.size(); ++b) sizes[b] = blocks[b]->cut();
     for_all_parts(blocks, sizes, workers, [](Encoders& encoders, SharedBlock& block, size_t i) { block.encode(encoders, i); });

@@ -44,7 +44,7 @@ DELTAWIRE_INLINE uint32_t magnitude_code(float value) {
     const uint32_t sum = std::bit_cast<uint32_t>(std::bit_cast<float>(a) + std::bit_cast<float>(above));
     return sum - above + (exponent >> C::kDropped) - C::kOffset;
 }
-// Returns the number that an e4m3 code of 0 to 126 stands for.
+// Returns the value of an e4m3 code of 0 to 126.
 DELTAWIRE_INLINE float from_e4m3(uint32_t code) {
     const float normal = std::bit_cast<float>((code + (120 << 3)) << 20), small = float(int32_t(code)) * 0x1p-9f;
     return code < 8 ? small : normal;

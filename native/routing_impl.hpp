@@ -132,8 +132,8 @@ private:
         return entry >> kRoutingUsualLengthBits;
     }
 
-    // Decodes a row as `row` does, with few branches on what the streams hold. Returns the sum of its gaps. Tables without bits stand for
-    // gaps that the row does not have. Their values go after the row. `held` are the bits of the first five streams.
+    // Decodes a row as `row` does, with few branches on what the streams hold. Returns the sum of its gaps. Tables without bits are
+    // those of gaps that the row does not have. Their values go after the row. `held` are the bits of the first five streams.
     template <bool Refers>
     DELTAWIRE_INLINE uint64_t usual_row(uint64_t (&held)[5], uint8_t* to, const uint8_t* order, const uint8_t* reference) {
         uint64_t kept = 0;

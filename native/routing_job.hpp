@@ -16,7 +16,7 @@ inline constexpr unsigned kRoutingRowSlack = 16;  // ids after the rows that may
 // The usual shape, rows of eight ids that fit in bytes, has code of its own. Its tables have 2^kRoutingCodeBits entries, and their lengths six bits.
 constexpr bool is_usual_routing(unsigned top_k, unsigned experts) { return top_k == 8 && experts <= 256; }
 inline constexpr unsigned kRoutingLengthBits = 4, kRoutingUsualLengthBits = 6;
-inline constexpr unsigned kRoutingNoSymbol = 0xfff, kRoutingUsualNoSymbol = 256;  // what bits that are no code stand for; their length is 1
+inline constexpr unsigned kRoutingNoSymbol = 0xfff, kRoutingUsualNoSymbol = 256;  // the symbol of bits that are not a code; their length is 1
 inline constexpr unsigned kRoutingUsualOrder = 8 * kRoutingUsualNoSymbol + 8;     // a sum of eight symbols is an index into an order of so many
 
 enum class RoutingFault { none, no_code, twice, more_bits };

@@ -77,7 +77,7 @@ struct Layout {
     std::vector<int64_t> strides;
 };
 
-// A tensor in memory. data == nullptr stands for zeros.
+// A tensor in memory. data == nullptr means that all elements are zero.
 struct View {
     uint8_t* data = nullptr;
     uint64_t count = 0;

@@ -17,6 +17,7 @@ from deltawire.format.feedback import FeedbackFile
 from deltawire.format.interactions import Interactions
 from deltawire.gateway import GatewayOptions, serve_gateway
 from deltawire.gateway.options import EngineAddress
+from deltawire.gateway.recording.journal import Journal
 from deltawire.store import Store
 from deltawire.store.live_keys import FEEDBACK, INTERACTIONS
 from deltawire.testing.faulty_store import Before, FaultyStore
@@ -102,6 +103,11 @@ def ask(request: urllib.request.Request) -> tuple[int, Any, dict[str, str]]:
             status, data, headers = error.code, error.read(), error.headers
     is_json = str(headers.get("content-type", "")).startswith("application/json")
     return status, json.loads(data) if is_json else data, {name.lower(): value for name, value in headers.items()}
+
+
+def rows_of(journal: Journal, row_log: int) -> list[dict[str, Any]]:
+    """Return the rows of a row log."""
+    return [row for part in journal.parts(row_log) for row in part]
 
 
 def stored_interactions(store: Store) -> list[Interactions]:

@@ -201,7 +201,7 @@ def _failed(lane: Lane, others: list[Lane]) -> int:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # these signals end the lanes too; a shell may have set Ctrl-C to be ignored
         signal.signal(number, signal.default_int_handler)
-    # Without bytecode, every process would compile deltawire, and every run the tests.
+    # Without bytecode, every process would compile deltawire, and every run would compile the tests.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     names = sys.argv[1:] or list(LANES)
     if unknown := [name for name in names if name not in LANES]:

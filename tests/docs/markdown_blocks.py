@@ -56,6 +56,11 @@ def blocks(page: Path) -> list[Block]:
     return [_block(page, text.count("\n", 0, found.start("text")) + 1, found) for found in _BLOCK.finditer(text)]
 
 
+def blocks_run_by(test: str, page: str) -> list[Block]:
+    """Return the blocks of a page that a test file runs. Both are paths from the root of the repository."""
+    return [block for block in blocks(ROOT / page) if block.run_by == test]
+
+
 def _block(page: Path, line: int, found: re.Match[str]) -> Block:
     kind, _, value = (found["mark"] or "").partition(": ")
     return Block(

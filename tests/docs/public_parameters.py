@@ -46,6 +46,19 @@ def documented(docstring: str | None) -> set[str]:
     return {name.lstrip("*") for text in texts for names in _NAMES.findall(text) for name in names.split(", ")}
 
 
+def texts(docstring: str | None) -> dict[str, str]:
+    """Return what the section Parameters of a docstring says about each parameter, as one line."""
+    found: dict[str, str] = {}
+    for section in _SECTION.finditer(inspect.cleandoc(docstring or "")):
+        if section[1] == "Parameters":
+            begun = [*_NAMES.finditer(section[2])]
+            ends = [match.start() for match in begun[1:]] + [len(section[2])]
+            for match, end in zip(begun, ends, strict=True):
+                text = " ".join(section[2][match.end() : end].split())
+                found |= {name.lstrip("*"): text for name in match[1].split(", ")}
+    return found
+
+
 def missing(name: str) -> Iterator[str]:
     """Yield "NAME: PARAMETER" for each parameter of a public class, method or function that no docstring describes."""
     value = load(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -45,13 +44,10 @@ def as_run(text: str, substitutes: Mapping[str, str] = SUBSTITUTES) -> str:
 
 
 def run_block(block: Block, folder: Path, substitutes: Mapping[str, str] = SUBSTITUTES) -> dict[str, Any]:
-    """Run a block of any language in this folder. Return the names that a program defined."""
+    """Run a program, or the commands of a block, in this folder. Return the names that a program defined."""
     if block.language == "python":
         return run_python(block, substitutes)
-    if block.language == "sh":
-        run_shell(block, folder, substitutes)
-    elif block.language == "json":
-        json.loads(block.text)
+    run_shell(block, folder, substitutes)
     return {}
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +23,9 @@ pytest.importorskip("accelerate", reason="the Hugging Face Trainer needs acceler
 pytest.importorskip("peft", reason="LoRA adapters need peft")
 load_file = pytest.importorskip("safetensors.torch").load_file
 
-NOT_RUN = 6
+NOT_RUN = 5
 """The number of blocks that are marked as not run. Lower it when one of them is run. Raise it only for a block that cannot run."""
-IN_A_TEST_OF_ITS_OWN = {"README.md", "docs/train.md", "docs/serve.md", "docs/fleet.md", "docs/live.md"}
+IN_A_TEST_OF_ITS_OWN = {"README.md", "docs/train.md", "docs/serve.md", "docs/fleet.md", "docs/live.md", "docs/fuzzing.md"}
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +145,14 @@ def test_fleet(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert found == [], "no test runs these blocks"
 
 
+def test_fuzzing_of_chains() -> None:
+    found = to_run("docs/fuzzing.md")
+    installed = f"VENV=unused -o unused/.installed BIN={Path(sys.executable).parent}"  # make installs nothing, and runs this Python
+    smaller = {"make fuzz-chains CHAINS=5000": f"make {installed} fuzz-chains CHAINS=3"}
+    run_shell(one_with("make fuzz-chains", found), ROOT, smaller)
+    assert found == [], "no test runs these blocks"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_is_what_it_says(page: Path) -> None:
     for block in blocks(page):
@@ -149,17 +160,33 @@ def test_every_block_is_what_it_says(page: Path) -> None:
         assert block.not_run is None or block.not_run in REASONS, f"{block}: {block.not_run!r} is not a reason that counts"
         if block.language == "python":
             compile(block.text, str(block), "exec")
+        if block.language == "json":
+            json.loads(block.text)
         if block.language == "text":
             assert not re.search(r"^(\$ |deltawire [a-z]+ |pip |make |import |from \S+ import )", block.text, re.MULTILINE), (
                 f"{block} is code"
             )
 
 
+def takes_blocks_of(test: str, page: str) -> bool:
+    """Return whether a test file names a page, and asks by its own path for the blocks that it runs."""
+    nodes = list(ast.walk(ast.parse((ROOT / test).read_text(encoding="utf-8"))))
+    names = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    return page in names and any(ast.unparse(call).startswith(f"blocks_run_by({test!r}, ") for call in calls)
+
+
+def test_a_test_that_only_names_a_page_does_not_run_its_blocks() -> None:
+    assert takes_blocks_of("tests/vllm/test_page.py", "docs/fleet.md")
+    assert not takes_blocks_of("tests/vllm/test_page.py", "docs/live.md")
+    assert not takes_blocks_of("tests/docs/test_pages.py", "docs/fleet.md")
+
+
 def test_blocks_that_others_run_are_known_to_them() -> None:
     for page in PAGES:
         for block in blocks(page):
             if block.run_by is not None:
-                assert name_of(page) in (ROOT / block.run_by).read_text(encoding="utf-8"), f"{block}: {block.run_by} does not run it"
+                assert takes_blocks_of(block.run_by, name_of(page)), f"{block}: {block.run_by} does not run it"
             if block.excerpt_of is not None:
                 lines = iter(line.strip() for line in (ROOT / block.excerpt_of).read_text(encoding="utf-8").splitlines())
                 strange = [line for line in map(str.strip, block.text.splitlines()) if line and line not in lines]

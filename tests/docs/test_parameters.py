@@ -10,11 +10,49 @@ import pytest
 
 pytest.importorskip("trl", reason="some public names need TRL")
 
-from public_parameters import documented, load, missing, public_names
+from public_parameters import documented, load, missing, public_names, texts
 
 
 def test_every_public_parameter_is_documented() -> None:
     assert [line for name in public_names() for line in missing(name)] == []
+
+
+PUBLISHERS = (
+    "deltawire.Publisher",
+    "deltawire.publish.sharded.publisher.ShardedPublisher",
+    "deltawire.trainers.FSDPPublisher",
+    "deltawire.trainers.DeltaWireCallback",
+    "deltawire.trainers.trl.DeltaWireTransfer",
+    "deltawire.rl.GrpoTrainer",
+)
+OTHER_DEFAULTS = {
+    ("DeltaWireCallback", "background"),  # a training loop should not wait for the store
+    ("GrpoTrainer", "dtype"),  # the trainer has float32 weights, and members sample with bfloat16
+    ("GrpoTrainer", "refuse_nonfinite"),  # no step can be trained on rollouts of weights that are NaN
+}
+OTHER_MEANINGS = {("ShardedPublisher", "dtype")}  # it casts nothing
+NOT_SHARED = {"timeout", "model"}
+"""Parameters that have the same name in several of these classes, but differ in their meanings."""
+
+
+def test_parameters_that_publishers_share_have_equal_defaults_and_texts() -> None:
+    defaults: dict[str, object] = {}
+    sentences: dict[str, str] = {}
+    shared = set()
+    for name in PUBLISHERS:
+        value, own = load(name), name.rpartition(".")[2]
+        known = texts(value.__doc__)
+        for parameter in inspect.signature(value).parameters.values():
+            if parameter.name in NOT_SHARED:
+                continue
+            if parameter.name in defaults:
+                shared.add(parameter.name)
+            if (own, parameter.name) not in OTHER_DEFAULTS:
+                assert defaults.setdefault(parameter.name, parameter.default) == parameter.default, f"{name}: {parameter.name}"
+            sentence = known[parameter.name].partition(". ")[0].rstrip(".")
+            if (own, parameter.name) not in OTHER_MEANINGS and sentence != "As for `Publisher`":
+                assert sentences.setdefault(parameter.name, sentence) == sentence, f"{name}: {parameter.name}"
+    assert {"url", "run", "dtype", "quantise", "attachments", "options", "on_event"} <= shared
 
 
 NUMBERS_OF_VERSIONS = {"at", "base", "loaded", "resume_from", "target", "version"}
@@ -63,3 +101,5 @@ def test_sections_are_read_as_numpy_writes_them() -> None:
         Not a parameter.
     """
     assert documented(docstring) == {"first", "second", "others"}
+    both = "Both are numbers: and this line is not a name."
+    assert texts(docstring) == {"first": both, "second": both, "others": "The rest."}

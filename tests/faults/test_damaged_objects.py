@@ -173,7 +173,7 @@ def test_a_bad_anchor_without_another_route_stops_only_new_readers(chain: ToyCha
         assert bits_of(reader.state) == bits_of(chain.state)
 
 
-def test_a_bad_skip_is_replaced_by_the_deltas_that_it_stands_for(chain: ToyChain, opened: Open, harm: str) -> None:
+def test_a_bad_skip_is_replaced_by_its_deltas(chain: ToyChain, opened: Open, harm: str) -> None:
     chain.grow(12)
     skip = chain.add_skip(13, 1)
     do_harm(chain, skip.files[0], harm, chain.commits[2].files[0])

@@ -29,7 +29,7 @@ from deltawire.store import open_store
 
 sys.path.insert(0, str(HERE.parent / "docs"))
 
-from markdown_blocks import ROOT, blocks
+from markdown_blocks import blocks_run_by
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # deltawire does not cause Ray's warnings
@@ -237,7 +237,7 @@ def test_the_command_and_the_program_on_the_page_of_fleets_run(
     run.fleet.stop()  # the run is over, so members leave as soon as they have joined
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    command, program = (block.text for block in blocks(ROOT / "docs/fleet.md") if block.run_by == "tests/fleet/test_ray.py")
+    command, program = (block.text for block in blocks_run_by("tests/fleet/test_ray.py", "docs/fleet.md"))
     here = {"s3://bucket/run-7": str(tmp_path / "store"), "my_task:reward": "rewards_for_tests:length"}
     passing = " ".join(f"--pass-env {name}" for name in ENVIRONMENT)
     deltawire, *arguments = shlex.split(

@@ -19,7 +19,7 @@ from deltawire.format.records.trainer_records import Board
 
 sys.path.insert(0, str(HERE.parent / "docs"))
 
-from markdown_blocks import ROOT, blocks
+from markdown_blocks import blocks_run_by
 
 for library in ("trl", "vllm", "datasets"):
     if importlib.util.find_spec(library) is None:
@@ -95,7 +95,7 @@ def test_async_grpo_trains_from_the_fleet_and_again_after_a_restart(tmp_path: Pa
 
 
 def test_the_program_on_the_page_of_fleets_trains(tmp_path: Path, model: Path, nursery: MemberNursery) -> None:
-    (block,) = [block for block in blocks(ROOT / "docs/fleet.md") if block.run_by == "tests/fleet/test_trl_rollouts.py"]
+    (block,) = blocks_run_by("tests/fleet/test_trl_rollouts.py", "docs/fleet.md")
     on_a_cpu = 'max_staleness=1, dtype="bfloat16", use_cpu=True, bf16=False, report_to=[], save_strategy="no", gradient_checkpointing=False'
     smaller = {
         "s3://bucket/": f"{tmp_path}/",

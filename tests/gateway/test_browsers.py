@@ -6,7 +6,6 @@ import functools
 import hashlib
 import http.server
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -27,13 +26,14 @@ from deltawire.gateway.options import EngineAddress, GatewayOptions
 from deltawire.store import Store
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "dashboard"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
 
+from markdown_blocks import blocks_run_by
 from real_browser import Browser, browser, new_browser
 
 __all__ = ["browser", "new_browser"]
 
 APP, OTHER = "https://app.example", "https://other.example:8443"
-PAGE = Path(__file__).resolve().parents[2] / "docs/live.md"
 KEY = "app"
 
 
@@ -141,9 +141,8 @@ def test_origins_are_those_that_browsers_send() -> None:
 
 
 def line_of_the_page() -> str:
-    found = re.search(r"^```javascript\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert found is not None
-    return found[1].strip()
+    (block,) = blocks_run_by("tests/gateway/test_browsers.py", "docs/live.md")
+    return block.text.strip()
 
 
 def stored_ids(store: Store) -> list[str | None]:

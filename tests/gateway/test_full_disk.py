@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_scene import gateway, serving, wait_until
+from gateway_scene import gateway, rows_of, serving, wait_until
 from scripted_engine import ScriptedEngine
 from tiny_policy import TinyPolicy
 
@@ -54,9 +54,9 @@ def test_an_answer_is_recorded_once_although_the_disk_is_full_at_any_write(after
             break
     disk.has_room = True
     journal.rotate()
-    for segment in journal.ended_segments():  # they go to the store
-        recorded += [each["interactions"][0]["id"] for each in journal.read_segment(segment)]
-        journal.forget_segment(segment)
+    for row_log in journal.ended_row_logs():  # they go to the store
+        recorded += [each["interactions"][0]["id"] for each in rows_of(journal, row_log)]
+        journal.forget_row_log(row_log)
     journal.close()
     for again in ended_sessions(tmp_path):
         recorded += list(again.open_intents)
@@ -64,7 +64,7 @@ def test_an_answer_is_recorded_once_although_the_disk_is_full_at_any_write(after
     assert sorted(recorded) == ["a", "b"][: (after + 1) // 2]
 
 
-def test_a_segment_is_kept_while_the_marks_of_its_answers_cannot_be_written(tmp_path: Path) -> None:
+def test_a_row_log_is_kept_while_the_marks_of_its_answers_cannot_be_written(tmp_path: Path) -> None:
     disk = FullDisk(2)
     journal = Journal(tmp_path, SESSION, disk=disk)
     journal.add_intent("a", {"id": "a"})
@@ -72,12 +72,12 @@ def test_a_segment_is_kept_while_the_marks_of_its_answers_cannot_be_written(tmp_
     with pytest.raises(OSError, match="no space"):
         journal.sync()
     journal.rotate()
-    (segment,) = journal.ended_segments()
+    (row_log,) = journal.ended_row_logs()
     with pytest.raises(OSError, match="no space"):
-        journal.forget_segment(segment)
-    assert journal.ended_segments() == [segment]
+        journal.forget_row_log(row_log)
+    assert journal.ended_row_logs() == [row_log]
     disk.has_room = True
-    journal.forget_segment(segment)
+    journal.forget_row_log(row_log)
     assert journal.is_empty()
     journal.close()
 
@@ -96,8 +96,8 @@ def test_a_row_that_is_too_long_does_not_hide_those_after_it(tmp_path: Path, mon
             journal.add_row(name, row(name))
     journal.close()
     (again,) = ended_sessions(tmp_path)
-    (segment,) = again.ended_segments()
-    assert [each["interactions"][0]["id"] for each in again.read_segment(segment)] == ["a", "c"]
+    (row_log,) = again.ended_row_logs()
+    assert [each["interactions"][0]["id"] for each in rows_of(again, row_log)] == ["a", "c"]
     assert list(again.open_intents) == ["b"]
     again.close(remove=True)
     assert again.size == 0

@@ -221,21 +221,21 @@ class Gateway:
         self.safe += [name for name in written if name not in self.safe]
 
     def upload(self, journal: Journal) -> None:
-        for segment in journal.sealed_segments():
-            journal.forget_segment(segment)
+        for row_log in journal.sealed_row_logs():
+            journal.forget_row_log(row_log)
         for file in journal.files():
             self.put(journal, file)
         journal.rotate()
-        for segment in journal.ended_segments():
+        for row_log in journal.ended_row_logs():
             number = len({key for key in self.stored if key[0] == journal.session} | {file.number for file in journal.files()})
-            files = journal.seal(segment, self.numbered(journal, segment, number))
-            journal.forget_segment(segment)
+            files = journal.seal(row_log, self.numbered(journal, row_log, number))
+            journal.forget_row_log(row_log)
             for file in files:
                 self.put(journal, file)
 
     @staticmethod
-    def numbered(journal: Journal, segment: int, number: int) -> Iterator[tuple[int, bytes]]:
-        for more, part in enumerate(journal.parts(segment)):
+    def numbered(journal: Journal, row_log: int, number: int) -> Iterator[tuple[int, bytes]]:
+        for more, part in enumerate(journal.parts(row_log)):
             yield number + more, " ".join(each["interactions"][0]["id"] for each in part).encode()
 
     def put(self, journal: Journal, file: SealedFile) -> None:
@@ -271,13 +271,13 @@ def row(name: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments and logs of intents are small, so that everything happens soon."""
+    """Row logs and logs of intents are small, so that everything happens soon."""
     monkeypatch.setattr(module, "MOST_ROWS", 2)
     monkeypatch.setattr(module, "_COMPACT_BYTES", 100)
 
 
 def workload(gateway: Gateway) -> None:
-    """Two sessions. The second finds a journal from before segments were bounded."""
+    """Two sessions. The second finds a journal from before row logs were bounded."""
     module.MOST_ROWS = 100
     gateway.run(SESSION, begin=0, uploads=False)
     gateway.release()

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from forked_python import ForkedPopen
-from gateway_scene import AwayStore, gateway, stored_feedback, stored_interactions, wait_until
+from gateway_scene import AwayStore, gateway, rows_of, stored_feedback, stored_interactions, wait_until
 from tiny_policy import TinyPolicy
 
 from deltawire.gateway.recording.journal import Journal, ended_sessions
@@ -125,16 +125,16 @@ def test_a_session_in_use_is_not_taken_and_damaged_rows_end_a_log(tmp_path: Path
         path.write_bytes(path.read_bytes()[: -cut or None] + b"r\xff\xff")
     (again,) = ended_sessions(tmp_path)
     assert list(again.open_intents) == ["b"]  # the mark of "a" is damaged, but its row is there
-    assert [again.read_segment(segment) for segment in again.ended_segments()] == [[row]]
+    assert [rows_of(again, row_log) for row_log in again.ended_row_logs()] == [[row]]
     again.drop_intent("b")
     (file,) = again.seal(0, [(7, b"data")])
     again.close()
     (once_more,) = ended_sessions(tmp_path)
     assert once_more.files() == [file]
-    assert [once_more.read_segment(segment) for segment in once_more.ended_segments()] == [[]]  # the second user wrote nothing
-    assert once_more.sealed_segments() == [0]
-    once_more.forget_segment(0)
-    once_more.forget_segment(1)
+    assert [rows_of(once_more, row_log) for row_log in once_more.ended_row_logs()] == [[]]  # the second user wrote nothing
+    assert once_more.sealed_row_logs() == [0]
+    once_more.forget_row_log(0)
+    once_more.forget_row_log(1)
     once_more.forget_file(file)
     assert once_more.is_empty()
     once_more.close()

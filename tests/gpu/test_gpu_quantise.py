@@ -210,7 +210,7 @@ def test_weights_are_quantised_as_they_are_encoded(spelling: str, on_gpu) -> Non
                 assert b"".join(found.pieces) == b"".join(expected.pieces)
                 assert 0 < found.changed[1] < found.changed[0]
                 assert not found.changed[2]
-                # Deltas back: the weights stand for the elements of the base.
+                # Deltas back: the weights take the place of the elements of the base.
                 bases[3] = bases[1]
                 (found,) = codec.encode_groups(
                     [EncodeGroup(payload, [*news, written[1]], [*bases, bases[1]], np.arange(5, dtype=np.uint64))], 1

@@ -8,6 +8,7 @@ Tests of the imports, of start-up and of signals start an interpreter instead. R
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,5 +25,9 @@ def run_forked(arguments: Sequence[str], environment: Mapping[str, str]) -> subp
 if __name__ == "__main__":
     from deltawire.cli import main
 
+    if user := os.environ.pop("DELTAWIRE_TEST_USER", None):  # the modules are imported already, so this user need not read them
+        os.setgroups([])
+        os.setgid(int(user))
+        os.setuid(int(user))
     sys.argv[0] = "deltawire"
     main()

@@ -30,7 +30,7 @@ with warnings.catch_warnings():  # TRL warns that these imports may change, and 
     warnings.simplefilter("ignore")
     import on_cpu
     from datasets import Dataset
-    from markdown_blocks import ROOT, blocks
+    from markdown_blocks import blocks_run_by
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
     from deltawire.trainers.trl_samples import LabelledSample, RecordedTurn
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:TRL currently supports vLLM")
 
 def on_the_page() -> Any:
     """Return the trainer that docs/router-replay.md defines."""
-    (block,) = [block for block in blocks(ROOT / "docs/router-replay.md") if block.run_by == "tests/rl/test_trl_replay.py"]
+    (block,) = blocks_run_by("tests/rl/test_trl_replay.py", "docs/router-replay.md")
     names: dict[str, Any] = {"__name__": "on_the_page"}
     exec(block.text, names)
     return names["Trainer"]

@@ -1,4 +1,4 @@
-"""Each layer imports only the layers before it (CONTRIBUTING.md), and these tests enforce that."""
+"""Each layer imports only the layers before it (docs/architecture.md), and these tests enforce that."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ def test_codecs_of_the_host_refuse_bits_on_a_gpu(codec):
 
 
 def test_only_two_functions_ask_whether_something_is_on_a_gpu():
-    """All others call `on_gpu` for bits, or `gpu_of` for torch tensors."""
+    """All others call `on_gpu` for bits, or `gpu_of` or `gpu_holding` for tensors."""
     source = Path(deltawire.__file__).parent
     allowed = {source / "codec" / "bits.py", source / "tensors" / "torch_types.py"}
     question = re.compile(r"is_cuda|isinstance\([^()]*, DeviceBits\)")

@@ -41,7 +41,7 @@ class ServerDouble:
         self.asleep = self.held = False
         self.paused_by_others = False
         self.unended_update: str | None = None
-        self.leases: list[tuple[float, bool]] = []
+        self.pause_leases: list[tuple[float, bool]] = []
         self.completions, self.completions_status = CompletionsDouble(), 500
         self.restart()
         self.calls: list[str] = []
@@ -156,8 +156,8 @@ class ServerDouble:
         self._note(f"pause {mode}{' clear' if clear_cache else ''}")
         self.paused = True
 
-    def lease(self, seconds: float) -> None:
-        self.leases.append((seconds, self.paused))
+    def pause_lease(self, seconds: float) -> None:
+        self.pause_leases.append((seconds, self.paused))
 
     def start_update(self) -> None:
         self._note("start")
@@ -226,7 +226,7 @@ class Scene:
         seq = self.publish()
         self.sidecar.step()
         self.server.calls.clear()
-        self.server.leases.clear()
+        self.server.pause_leases.clear()
         self.events.clear()
         return seq
 

@@ -24,7 +24,7 @@ from deltawire.events import Event
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
 
-from markdown_blocks import ROOT, blocks
+from markdown_blocks import blocks_run_by
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def test_a_server_with_wrong_results_is_quarantined(start_run: Callable[[TinyMod
         sidecar.step()
     assert passed() == ["self", "self"]
     SigningKey.generate().save(run.folder / "trainer.key")
-    (block,) = [block for block in blocks(ROOT / "docs/serve.md") if block.run_by == "tests/vllm/test_canary_server.py"]
+    (block,) = blocks_run_by("tests/vllm/test_canary_server.py", "docs/serve.md")
     places = {"s3://bucket/run-7": run.store, "http://127.0.0.1:8000": server.url, "trainer.key": str(run.folder / "trainer.key")}
     words = [places.get(word, word) for word in shlex.split(block.text)]
     assert words[0] == "deltawire"

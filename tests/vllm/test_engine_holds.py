@@ -238,7 +238,7 @@ def test_without_a_hold_an_engine_wakes_up_as_before() -> None:
 
 
 def paused_for_too_long(core: Any) -> None:
-    """Pause the engine as a program does that dies then, and let the lease end."""
+    """Pause the engine as a program does that dies then, and let the pause lease end."""
     core.collective_rpc("deltawire_lease", None, (0.0,))
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     kind, request = core.input_queue.get(timeout=60)
@@ -351,13 +351,13 @@ def test_an_engine_that_finishes_its_requests_for_a_program_that_dies_continues_
     core.scheduler.running = ["a request"]
     core.collective_rpc("deltawire_lease", None, (60.0,))
     core.pause_scheduler("wait")
-    lease = core.deltawire_lease
-    lease.deadline = 0.0
+    pause_lease = core.deltawire_lease
+    pause_lease.deadline = 0.0
     core._handle_client_request(EngineCoreRequestType.WAKEUP, None)
     assert core.scheduler.pause_state == PauseState.PAUSED_NEW
-    assert lease.deadline > time.monotonic()  # it looks again later
+    assert pause_lease.deadline > time.monotonic()  # it looks again later
     core.scheduler.running = []
-    lease.deadline = 0.0
+    pause_lease.deadline = 0.0
     core._handle_client_request(EngineCoreRequestType.WAKEUP, None)
     assert not core.is_scheduler_paused()
     core.scheduler.running = ["a request"]
@@ -374,7 +374,7 @@ def swap(core: Any, seq: int, **options: Any) -> bool:
     return bool(swap_between_steps(core, seq, str(seq), "keep", **options)["running"])
 
 
-@pytest.mark.parametrize("when", ["running", "held", "failed", "leased"])
+@pytest.mark.parametrize("when", ["running", "held", "failed", "has a pause lease"])
 def test_an_engine_that_an_operator_pauses_stays_paused(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     core = core_class()()
     if when == "held":
@@ -383,7 +383,7 @@ def test_an_engine_that_an_operator_pauses_stays_paused(when: str, monkeypatch: 
     elif when == "failed":
         fail_a_swap(core)
     core.pause_scheduler("keep")
-    if when == "leased":
+    if when == "has a pause lease":
         core.collective_rpc("deltawire_lease", None, (0.0,))
         core.pause_scheduler("keep")
         wake(core)
@@ -416,13 +416,13 @@ def test_a_pause_after_a_lease_that_is_over_is_one_of_its_own() -> None:
     assert core.is_scheduler_paused()
     core.resume_scheduler()
     paused_for_too_long(core)
-    core.pause_scheduler("keep")  # by a program without a lease, after the engine has continued
+    core.pause_scheduler("keep")  # by a program without a pause lease, after the engine has continued
     core.collective_rpc("start_weight_update")
 
 
-def begin_update(core: Any, *, until: str, lease: bool = False) -> None:
+def begin_update(core: Any, *, until: str, pause_lease: bool = False) -> None:
     """Begin an update of commit 4 by vLLM's routes, and die after the call `until`. The last timer of the engine wakes it up at once."""
-    if lease:
+    if pause_lease:
         core.collective_rpc("deltawire_lease", None, (600.0,))
     core.pause_scheduler("keep")
     for method in ("start_weight_update", "update_weights", "finish_weight_update"):
@@ -498,7 +498,7 @@ def test_an_update_with_a_lease_is_left_to_the_lease_unless_an_operator_has_paus
     core = core_class()()
     if is_paused_before:
         core.pause_scheduler("keep")
-    begin_update(core, until=until, lease=True)
+    begin_update(core, until=until, pause_lease=True)
     look_at_update(core, after=60.0)
     is_ended = until == "finish_weight_update"
     assert (engine_state(core)["unended_update"] is None) == (is_ended or not is_paused_before)

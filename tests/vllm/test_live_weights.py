@@ -168,7 +168,7 @@ def test_an_update_that_cannot_be_taken_back_ends_the_way_back() -> None:
     staged = worker.weights.stage(worker.step(), worker.read)
     assert staged.update is not None
     assert staged.update.can_turn
-    staged.update.kept["other"] = []  # values that the source will have, and whose old ones nobody holds
+    staged.update.kept["other"] = []  # the source will have these values, and no worker holds its old ones
     assert worker.weights.swap(staged, alone).outcome == "made"
     assert worker.weights.undo.versions == []
 

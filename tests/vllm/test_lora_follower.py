@@ -33,7 +33,7 @@ from deltawire.trainers import join_bundles
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
 
-from markdown_blocks import ROOT, blocks
+from markdown_blocks import blocks_run_by
 
 
 class Scene:
@@ -269,7 +269,7 @@ def test_a_server_serves_versions_of_an_adapter_and_its_base_is_updated_below_th
 
     fresh = serve(run.saved(), **options).wait()
     publisher.publish(tiny_adapter(3.0))
-    (block,) = [block for block in blocks(ROOT / "docs/serve.md") if block.run_by == "tests/vllm/test_lora_follower.py"]
+    (block,) = blocks_run_by("tests/vllm/test_lora_follower.py", "docs/serve.md")
     words = block.text.split()
     assert words[:-1] == ["deltawire", "sidecar", "--engine", "http://127.0.0.1:8000", "--from", "s3://bucket/run", "--lora"]
     command = follow(fresh.url, run.store, "--lora", words[-1].replace("s3://bucket/math", str(tmp_path / "adapter")))

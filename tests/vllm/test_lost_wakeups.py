@@ -1,4 +1,4 @@
-"""A process of vLLM that is not woken up reads its messages soon all the same."""
+"""A process of vLLM that is not woken up still reads its messages soon."""
 
 from __future__ import annotations
 

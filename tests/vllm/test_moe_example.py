@@ -19,7 +19,7 @@ from deltawire.chain.reader_options import ReaderOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
 
-from markdown_blocks import ROOT, blocks
+from markdown_blocks import ROOT, blocks_run_by
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ def test_vllm_serves_what_the_trainer_has_fused_and_replay_reduces_the_mismatch(
 
     server = serve(tiny_moe.save(tmp_path / "model"), arguments=ARGUMENTS).wait()
     at_first = server.routes.call_workers(MEMORY)
-    (block,) = [block for block in blocks(ROOT / "docs/router-replay.md") if block.run_by == "tests/vllm/test_moe_example.py"]
+    (block,) = blocks_run_by("tests/vllm/test_moe_example.py", "docs/router-replay.md")
     _, script, *_ = shlex.split(block.text)
     smaller = ["--steps", STEPS, "--folder", tmp_path, "--server", server.url]
     printed = run_example("torch", ROOT / script, *smaller, environment={"XDG_CACHE_HOME": str(tmp_path / "cache")})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -14,14 +13,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from forked_python import ForkedPopen
 from live_server import LiveServer, LiveSidecar, wait_until
 from tiny_checkpoints import TinyModel
 
 from deltawire import Publisher, Version
+from deltawire.fleet import Coordinator, FleetOptions, StalenessBudget
+from deltawire.format.records.trainer_records import Sampling
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
 
-from markdown_blocks import ROOT, blocks
+from markdown_blocks import blocks_run_by
 
 if TYPE_CHECKING:
     from conftest import Run
@@ -36,7 +38,7 @@ def commands() -> dict[str, list[str]]:
 
 def block_with(text: str, page: str = "docs/serve.md") -> str:
     """Return the one block of a page that this file runs and that contains a text."""
-    (block,) = [block for block in blocks(ROOT / page) if block.run_by == "tests/vllm/test_page.py" and text in block.text]
+    (block,) = [block for block in blocks_run_by("tests/vllm/test_page.py", page) if text in block.text]
     return block.text
 
 
@@ -68,7 +70,7 @@ def test_a_server_and_a_sidecar_start_as_the_pages_say(
     assert flags[at + 1] == '{"backend": "deltawire"}'  # `serve` gives this flag to every server
 
     run = start_run(TinyModel("dense"))
-    version = run.publish()
+    version = run.publish(step=0)
     server = serve(run.checkpoint, arguments=[*flags[:at], *flags[at + 2 :]], environment={"DELTAWIRE_UPDATE_SECONDS": "0.1"}).wait()
     words = shlex.split(by_page["docs/serve.md"][1])
     assert words == ["deltawire", "sidecar", "--engine", "http://127.0.0.1:8000", "--from", "s3://bucket/run"]
@@ -78,12 +80,34 @@ def test_a_server_and_a_sidecar_start_as_the_pages_say(
     (status,) = run_lines(block_with("deltawire_status"), server)
     assert [worker["seq"] for worker in status["results"]] == [version.seq]
     sidecar.kill()
+    check_member(run, version, server, by_page["docs/fleet.md"][1])
     check_routes_of_a_trainer(run, server)
-    assert re.fullmatch(r"deltawire member --from \S+ --env \S+ --engine vllm=http://127.0.0.1:8000", by_page["docs/fleet.md"][1])
+
+
+def check_member(run: Run, version: Version, server: LiveServer, command: str) -> None:
+    """Run the command of a member until it has made the rollouts of one round with this server."""
+    (run.folder / "my_task.py").write_text("def reward(prompts, completion_ids, **_):\n    return list(map(len, completion_ids))\n")
+    for written, meant in {"s3://bucket/run-7": run.store, "http://127.0.0.1:8000": server.url}.items():
+        assert written in command
+        command = command.replace(written, meant)
+    deltawire, *arguments = shlex.split(command)
+    assert deltawire == "deltawire"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(run.folder), os.environ.get("PYTHONPATH", "")])}
+    options = FleetOptions(poll_seconds=0.05)
+    with (
+        Coordinator(run.store, epoch=run.publisher.epoch, budget=StalenessBudget(0), options=options) as fleet,
+        ForkedPopen("torch", ["-m", "deltawire.cli", *arguments], cwd=run.folder, env=environment) as member,
+    ):
+        fleet.open_round([[{"prompt": "w1 w2"}]], for_step=1, sampling=Sampling(samples=2, max_tokens=8))
+        (rollouts,) = fleet.collect(1, timeout=300).rollouts
+        assert set(rollouts.versions) == {version.seq}
+        assert [one.rewards for one in rollouts.completions] == [(float(len(one.tokens)),) for one in rollouts.completions]
+        fleet.stop()
+        assert member.wait(300) == 0
 
 
 def check_routes_of_a_trainer(run: Run, server: LiveServer) -> None:
-    """Run the page's requests of a trainer, with a version, a fence, a location that does not exist, and a lease."""
+    """Run the page's requests of a trainer, with a version, a fence, a location that does not exist, and a pause lease."""
     steps = block_with("init_weight_transfer_engine")
 
     def bring(seq: int, *, url: str = run.store) -> list[dict[str, Any]]:

@@ -302,7 +302,7 @@ def test_changes_of_a_module_are_found_in_pieces_of_any_size(monkeypatch: pytest
 
 
 class _Method:
-    """Stands for a quantisation method of vLLM."""
+    """Takes the place of a quantisation method of vLLM."""
 
 
 class BaseKVCacheMethod(_Method):

@@ -32,7 +32,7 @@ def test_a_version_is_staged_before_the_pause_and_named_before_the_server_contin
     assert scene.sidecar.step() is None
     (swapped,) = (event for event in scene.events if event.name == "swapped")
     assert swapped.fields["http_calls"] == 5
-    assert scene.server.leases == [(60.0, False)]  # so the server continues if this process dies in the pause
+    assert scene.server.pause_leases == [(60.0, False)]  # so the server continues if this process dies in the pause
 
 
 def test_a_version_that_cannot_be_staged_never_pauses_the_server(scene: Scene) -> None:

@@ -32,7 +32,7 @@ def test_routes_are_used_if_one_call_is_not_possible_or_not_wanted(scene: Scene,
     with contextlib.closing(scene.start(pause=pause, one_call=allowed)) as sidecar:
         sidecar.step()
     assert scene.server.calls == ["learn", "prepare", f"pause {pause} clear", "start", "write", "finish", "resume"]
-    assert scene.server.leases == [(60.0, False), (60.0, True)][: 2 if pause == "wait" else 1]  # requests take a part of the first lease
+    assert scene.server.pause_leases == [(60.0, False), (60.0, True)][: 2 if pause == "wait" else 1]  # requests take a part of one
 
 
 def test_a_refused_swap_changes_nothing_and_is_reported(one_call: Scene) -> None:

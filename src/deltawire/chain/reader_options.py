@@ -66,7 +66,8 @@ class ReaderOptions:
         Whether to read also from copies that relays have published in the run (`deltawire relay --publish-as`).
     channel
         The name of a channel, such as "stable". The reader then takes the version that the channel names, instead of the newest one, and
-        never one that the channel did not name. Fetches nothing before a version is on the channel. None follows the newest version.
+        never one that the channel did not name. The reader fetches nothing before the channel names a version. None follows the newest
+        version.
     """
 
     run: str | None = None

@@ -5,8 +5,10 @@ Several types describe a version, each for one purpose:
 - `Commit` (format.records): the record in the chain that makes the version. Only code that follows chains sees it.
 - `CommitRef` (format.records): a reference from one record to a commit: number, hash of the record, digest of the state.
 - `Version` (here): what publishers and readers return to users. It is made from a commit.
+- `PendingVersion` (publish.background): a state that a background publisher has accepted, before it is a version.
 - `ClaimedVersion` (format.rollouts): step and digest of a version that made tokens, as a member claims them in a rollout file.
 - `KnownVersion` (fleet.rules.staleness): the same facts as the chain has them. The trainer compares claims with it.
+- `LiveVersion` (engines.vllm.live): the version that the live memory of one of vLLM's workers has.
 - `LiveInterval` (engines.swap): the time in which one version was live in an engine.
 """
 

@@ -84,7 +84,7 @@ class DeviceBits:
 
 
 class MasterWeightBits(DeviceBits):
-    """A float32 tensor that stands for the bfloat16 values that it rounds to (to nearest, ties to even). Kernels round as they read."""
+    """A float32 tensor that is published as bfloat16 values, rounded to nearest, ties to even. Kernels round as they read."""
 
     __slots__ = ()
 
@@ -124,7 +124,7 @@ class ScalesOnDevice(NamedTuple):
 
 
 class QuantisedBits(DeviceBits):
-    """Weights on a GPU that stand for the codes that they are quantised to, or for the scales. Kernels quantise as they read.
+    """Weights on a GPU that are published as codes, or as the scales of these codes. Kernels quantise as they read.
 
     Parameters
     ----------
@@ -141,7 +141,7 @@ class QuantisedBits(DeviceBits):
     scales
         Where the scales are.
     makes_scales
-        Whether the weights stand for the scales. These must have one byte each, and are not written.
+        Whether the weights are published as scales. These must have one byte each, and are not written.
     """
 
     __slots__ = ("_itemsize", "_shape", "facts", "makes_scales", "scales")
@@ -297,7 +297,10 @@ else:
 
 
 def on_gpu(bits: object) -> TypeIs[DeviceBits]:
-    """Tell whether bits are on a GPU. This is the one way to ask: `False` means that they are a NumPy array, or None."""
+    """Tell whether bits are on a GPU. `False` means that they are a NumPy array, or None.
+
+    For a tensor, ask `torch_types.gpu_of` or `gpu_holding`; for all tensors of a state, `Columns.is_on_gpu` or `are_on_gpu`.
+    """
     return isinstance(bits, DeviceBits)
 
 
@@ -305,6 +308,13 @@ def in_host_memory(bits: Bits) -> HostBits:
     """Return bits that must be in host memory. Raise `TypeError` if they are on a GPU, where the codecs of the host cannot read them."""
     if on_gpu(bits):
         raise TypeError(f"bits are on {bits.device}, but must be in host memory")
+    return bits
+
+
+def in_gpu_memory(bits: Bits) -> DeviceBits:
+    """Return bits that must be on a GPU. Raise `TypeError` if they are in host memory."""
+    if not on_gpu(bits):
+        raise TypeError("bits are in host memory, but must be on a GPU")
     return bits
 
 

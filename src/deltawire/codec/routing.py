@@ -28,7 +28,7 @@ GROUP = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutingRows:
-    """The facts about the rows of a file that do not stand in its streams.
+    """The facts about the rows of a file that are not in its streams.
 
     Parameters
     ----------

@@ -57,7 +57,7 @@ class DashboardServer(ThreadingHTTPServer):
     Parameters
     ----------
     observer
-        What to show. Somebody else calls its `look`.
+        What to show. The caller calls its `look`.
     host
         The address to listen on. The default can be reached from this machine only.
     port

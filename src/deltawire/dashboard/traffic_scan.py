@@ -145,7 +145,7 @@ class TrafficScan:
         }
 
     def _read(self, files: NewestFiles, parse: Callable[[bytes], _File], note: Callable[[_File, float], None]) -> None:
-        """Read new files, the newest ones if they are too many, and count what they hold."""
+        """Read new files, or only the newest of them if there are too many, and count what they hold."""
         found = files.look()
         taken = _newest_of(found)
         sizes = {file.info.key: file.info.size for file in taken}

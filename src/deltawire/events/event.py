@@ -96,7 +96,7 @@ def tell_all(*listeners: OnEvent | None) -> OnEvent | None:
     Parameters
     ----------
     listeners
-        The listeners. None stands for no listener. If there is none at all, the result is None.
+        The listeners. None is left out. Without any listener, the result is None.
     """
     wanted = [listener for listener in listeners if listener is not None]
     return Listeners(wanted) if len(wanted) > 1 else wanted[0] if wanted else None

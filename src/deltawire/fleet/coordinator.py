@@ -75,8 +75,8 @@ class Coordinator:
     options
         How the fleet is run: leases, quorum, polling.
     training
-        What the trainer's model can be trained on. Results beyond these limits are refused. If training on an accepted result fails all
-        the same, leave it out of its batch with `reject`.
+        What the trainer's model can be trained on. Results beyond these limits are refused. If training on an accepted result still fails,
+        leave it out of its batch with `reject`.
     background
         Whether a thread polls the fleet while the trainer trains.
     meanwhile

@@ -121,7 +121,7 @@ class TensorKeys:
         return Digest.sum(self.tags[which])
 
 
-@functools.lru_cache(maxsize=1 << 16)  # states have the same tensors time and again
+@functools.lru_cache(maxsize=1 << 16)  # successive states have the same tensors
 def _key(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
     identity = f"{dtype}\0{','.join(map(str, shape))}\0{name}".encode()
     return blake3(identity, derive_key_context=_CONTEXT).digest(_KEY.itemsize)

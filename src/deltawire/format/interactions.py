@@ -4,7 +4,7 @@
 
     8 bytes   the length of the record, little-endian
     record    canonical JSON: for each completion its id, episode, user, channel, consent, … (below)
-    rollouts  a file of rollouts (rollouts.py): prompts, tokens, log-probs, version spans, routed experts; without rewards
+    rollouts  a file of rollouts (rollouts.py): prompts, tokens, log-probs, token spans, routed experts; without rewards
 
 Entry i of the record describes completion i of the rollouts. So everything that training uses has the strict parser of rollouts.
 """

@@ -131,7 +131,7 @@ def check_density(text: bytes, tensors: int) -> None:
     containers, keys = text.count(b"[") + text.count(b"{"), text.count(b":")
     most_containers, most_strings, most_keys = 3 * tensors + _SPARE, 5 * tensors + _SPARE, 4 * tensors + _SPARE
     if strings <= most_strings and (containers > most_containers or keys > most_keys):
-        for match in _STRING.finditer(text):  # what stands in names does no harm
+        for match in _STRING.finditer(text):  # brackets and colons within strings are only text
             string = match[0]
             containers -= string.count(b"[") + string.count(b"{")
             keys -= string.count(b":")

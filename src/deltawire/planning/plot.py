@@ -45,11 +45,11 @@ def as_svg(report: PlanReport) -> str:
 def _bars(methods: Sequence[MethodPlan], values: Sequence[float], unit: str, top: float) -> list[str]:
     least = min((value for value in values if value > 0), default=1.0) / 3
     widest = _WIDTH - _LABELS - 110
-    span = max(math.log(max(*values, least * 3) / least), 1e-9)
+    reach = max(math.log(max(*values, least * 3) / least), 1e-9)
     lines = []
     for index, (one, value) in enumerate(zip(methods, values, strict=True)):
         y = top + index * (_BAR + _GAP)
-        length = widest * max(0.0, math.log(max(value, least) / least)) / span
+        length = widest * max(0.0, math.log(max(value, least) / least)) / reach
         lines += [
             f'<text x="12" y="{y + 14:g}">{escape(one.name)}</text>',
             f'<rect x="{_LABELS}" y="{y:g}" width="{length:.1f}" height="{_BAR}" fill="{_COLOURS[index % len(_COLOURS)]}"/>',

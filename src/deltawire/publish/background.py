@@ -66,7 +66,7 @@ class PendingVersion:
         """Wait for the version and return it. Returns None if a newer state was published instead of this one.
 
         Raises the error that the publication failed with, or TimeoutError. If the publisher was closed before the version was published, it
-        raises `CloseTimeout`; a later call returns the version if it is published all the same.
+        raises `CloseTimeout`; a later call returns the version if it is published after all.
 
         Parameters
         ----------

@@ -76,11 +76,6 @@ class Baseline:
         return self._history.here
 
     @property
-    def history_bytes(self) -> int:
-        with self._lock:
-            return self._history.size
-
-    @property
     def position(self) -> int:
         """The number of versions since the last replacement. It decides which skips are due."""
         return self._history.position

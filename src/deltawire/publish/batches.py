@@ -41,7 +41,7 @@ def batches_of_quantised(
     if torch_types.torch_tensor() is None or not layout.weights:
         return None
     first = weights[layout.weights[0].source]
-    device = torch_types.gpu_of(first) if torch_types.is_torch(first) else None
+    device = torch_types.gpu_holding(first)
     if device is None:
         return None
     from ..quantise.gpu.quantised_codes import can_be_quantised_as_read

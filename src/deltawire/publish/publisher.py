@@ -93,11 +93,11 @@ class Publisher:
     run
         The name of a new run, or the run that must be at `url` (else `RunMismatch`). The default name is made from `url`.
     background
-        `publish` copies the weights and returns at once; a thread encodes and uploads them. If training is faster than the store, a newer
-        state replaces one that still waits.
+        Copy the weights and continue at once; a thread encodes and uploads them. If training is faster than the store, a newer state
+        replaces one that still waits.
     snapshot
-        Where copies of weights on a GPU are kept. "host": in pinned memory of the host. "device": on the GPU itself, so that changes are
-        found and encoded there and only deltas cross the bus.
+        Where copies of weights on a GPU are kept: "host", in pinned memory of the host, or "device", on the GPU itself. With
+        "device", changes are found and encoded on the GPU, and only deltas leave it.
     dtype
         The type that the engines serve. Weights of type float16, bfloat16, float32 or float64 are published as this type, for example a
         trainer's float32 rounded to bfloat16. It is a torch or NumPy type, its name, or a function of a tensor's name and the tensor. None:
@@ -231,7 +231,7 @@ class Publisher:
         is copied; if an earlier publication has failed, it raises that error instead, once, and does not accept the state.
 
         Raises a `TensorError` if the state cannot be published. Raises a `StoreError` if the store fails; then the same or a later state
-        may be published again. Raises `CommitOutcomeUnknown` if the version may be in the chain all the same; the next call finds out.
+        may be published again. Raises `CommitOutcomeUnknown` if the version may be in the chain nevertheless; the next call finds out.
         Raises `Fenced`, from then on at every call, if another publisher has taken over.
 
         Parameters

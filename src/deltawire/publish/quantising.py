@@ -196,7 +196,7 @@ def _is_on_gpu_for_host(layout: QuantisedLayout, names: Iterable[str], state: St
     for name in names:
         weight = layout.outputs[name].weight
         source = state[name if weight is None else weight.source]
-        if torch_types.is_torch(source) and torch_types.gpu_of(source) is not None and isinstance(out[name], np.ndarray):
+        if torch_types.gpu_holding(source) is not None and isinstance(out[name], np.ndarray):
             return True
     return False
 

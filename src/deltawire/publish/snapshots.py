@@ -9,13 +9,13 @@ import dataclasses
 import math
 import threading
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..codec import copy_elements
-from ..codec.bits import Bits, BitsColumn, DeviceBits, on_gpu
+from ..codec.bits import Bits, BitsColumn, DeviceBits, in_gpu_memory, on_gpu
 from ..dtypes import DType
 from ..tensors.bits import State, Tensor, TensorPart, tensor_bits, typed
 from ..tensors.casting import Casts
@@ -23,6 +23,9 @@ from ..tensors.columns import Columns
 from ..tensors.gpu_handover import GpuHandover, on_side_stream
 from ..tensors.state import thread_count
 from .upload.segments import TensorTable
+
+if TYPE_CHECKING:
+    import torch
 
 Arrays: TypeAlias = dict[str, Tensor]
 """Tensors by name, C-contiguous and owned by the publisher: arrays, or torch tensors on a GPU; `TensorPart`s as in `State`."""
@@ -119,7 +122,7 @@ def copy_tensors(source: State, target: Mapping[str, Any], *, wait: bool = True)
         GpuHandover(source, goals).synchronize()
 
 
-def _copy(name: str, source: Any, target: Any, wait: bool) -> None:
+def _copy(name: str, source: Tensor | TensorPart, target: Tensor | TensorPart, wait: bool) -> None:
     goal = tensor_bits(name, target)
     to, bits = goal.bits, Casts().cast(tensor_bits(name, source), goal.dtype, goal).bits
     if on_gpu(bits) or on_gpu(to):
@@ -134,11 +137,11 @@ def _copy_on_gpu(source: BitsColumn, target: BitsColumn, wait: bool) -> None:
     """Copy many tensors on GPUs with few kernels."""
     import torch
 
-    goals: list[Any] = [_as_tensor(bits) for bits in target]
+    goals = [_as_tensor(bits) for bits in target]
     torch._foreach_copy_(goals, [_as_tensor(bits) for bits in source], non_blocking=not wait)
     if not wait:
         for bits in target:
-            _keep(cast("DeviceBits", bits))
+            _keep(in_gpu_memory(bits))
 
 
 def _keep(bits: DeviceBits) -> None:
@@ -149,9 +152,9 @@ def _keep(bits: DeviceBits) -> None:
     gpu.keep(bits.tensor, gpu.current())
 
 
-def copy_of(array: Any) -> Any:
+def copy_of(tensor: Tensor) -> Tensor:
     """Return a copy on the same device."""
-    return array.detach().clone() if hasattr(array, "detach") else array.copy()
+    return tensor.copy() if isinstance(tensor, np.ndarray | TensorPart) else tensor.detach().clone()
 
 
 class ScratchMemory:
@@ -201,11 +204,11 @@ def _room(array: NDArray[Any]) -> int:
     return array.nbytes + -array.nbytes % _CACHE_LINE
 
 
-def _elements(tensor: Any) -> Any:
+def _elements(tensor: Tensor | TensorPart) -> Tensor:
     return tensor.elements if isinstance(tensor, TensorPart) else tensor
 
 
-def host_array(name: str, array: Any) -> NDArray[Any]:
+def host_array(name: str, array: Tensor) -> NDArray[Any]:
     """Return a NumPy array as it is, or copy a tensor from a GPU. The tensor must be complete, because a side stream reads it."""
     if isinstance(array, np.ndarray):
         return array
@@ -226,7 +229,7 @@ def host_array(name: str, array: Any) -> NDArray[Any]:
     return found
 
 
-def new_array(dtype: DType, shape: tuple[int, ...], like: Bits, device: SnapshotDevice) -> Any:
+def new_array(dtype: DType, shape: tuple[int, ...], like: Bits, device: SnapshotDevice) -> Tensor:
     """Return memory for a copy of a tensor, where copies of tensors on the device of `like` are kept. Its contents are undefined."""
     if not on_gpu(like):
         return np.empty(shape, dtype.numpy)
@@ -240,7 +243,7 @@ def new_array(dtype: DType, shape: tuple[int, ...], like: Bits, device: Snapshot
     return gpu.pinned(math.prod(shape), integer).numpy().view(dtype.numpy).reshape(shape)
 
 
-def _as_tensor(bits: Bits) -> Any:
+def _as_tensor(bits: Bits) -> torch.Tensor:
     """Return bits as a torch tensor of signed integers, without a copy."""
     if on_gpu(bits):
         return bits.elements()

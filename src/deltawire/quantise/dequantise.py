@@ -24,7 +24,7 @@ _FLOATS = {dtype_named(name) for name in ("F16", "BF16", "F32", "F64")}
 
 
 def dequantise_state(state: State, layout: QuantisedLayout, dtype: DTypeLike = "float32") -> dict[str, Tensor]:
-    """Return the weights that published tensors stand for, under the names and with the shapes of the source tensors.
+    """Return the weights whose values published tensors encode, under the names and with the shapes of the source tensors.
 
     A weight is the product of its code and its scale, rounded once to `dtype`. If the recipe gives scales the type of the weights, they
     are rounded to `dtype` first. As bfloat16 this is what transformers computes with.
@@ -44,7 +44,7 @@ def dequantise_state(state: State, layout: QuantisedLayout, dtype: DTypeLike = "
 
 
 def dequantised_source(state: State, layout: QuantisedLayout, name: str, dtype: DTypeLike = "float32") -> NDArray[Any]:
-    """Return what published tensors stand for, for one source tensor. The rest is as for `dequantise_state`."""
+    """Return the values that published tensors encode, for one source tensor. The rest is as for `dequantise_state`."""
     to = wire_dtype(dtype).numpy
     weights = layout.weights_of_source.get(name)
     if weights is None:

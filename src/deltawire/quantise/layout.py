@@ -163,7 +163,7 @@ class QuantisedLayout:
         recipe
             The recipe, or its spelling.
         state
-            Names to tensors. A part of a tensor stands for the whole tensor.
+            Names to tensors. A part of a tensor is enough: it says what the whole tensor is.
         dtype
             The type of floating-point tensors that are not quantised, as for `of`.
         """
@@ -346,25 +346,6 @@ class QuantisedLayout:
             if experts:
                 found["codes"] = TensorSpec(_U8, (experts, rows // experts, columns // 32, 16))
                 found["scale"] = TensorSpec(_U8, (experts, rows // experts, columns // 32))
-        return found
-
-    def source_names(self, names: Iterable[str]) -> set[str]:
-        """Return the names of the source tensors that are needed to make outputs, including weights that share a scale with them.
-
-        Parameters
-        ----------
-        names
-            The names of the outputs.
-        """
-        found: set[str] = set()
-        for name in names:
-            weight = self.output(name).weight
-            if weight is None:
-                found.add(name)
-            elif self.recipe.shares_scales:
-                found.update(other.source for other in self.groups[weight.group])
-            else:
-                found.add(weight.source)
         return found
 
     def output(self, name: str) -> Output:

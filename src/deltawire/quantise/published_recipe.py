@@ -29,7 +29,7 @@ def published_recipe(record: RecipeRecord, sources: Iterable[str], published: St
     record
         How the chain says that the version was quantised.
     sources
-        The names of the weights that are quantised, or of those that codes stand for.
+        The names of the weights that are quantised, or of those that codes encode.
     published
         The published tensors.
     """

@@ -180,7 +180,7 @@ def _unwritten_state(
     """Return the state of these names and of those that are ready, if all weights are on one GPU, and kernels can quantise them there."""
     if not plan.weights or torch_types.torch_tensor() is None:
         return None
-    device = _device_of(state.get(plan.weights[0].source))
+    device = torch_types.gpu_holding(state.get(plan.weights[0].source))
     if device is None:
         return None
     from .gpu.unwritten import UnwrittenForm, start_unwritten
@@ -231,7 +231,7 @@ def _by_device(
         return weights, {}
     shares = layout.recipe.shares_scales
     sources = {other.source for weight in weights for other in (layout.groups[weight.group] if shares else [weight])}
-    devices = {name: _device_of(state.get(name)) for name in sources}  # reads each once: a state may make its tensors at each access
+    devices = {name: torch_types.gpu_holding(state.get(name)) for name in sources}  # reads each once: a state may make them at each access
     if all(device is None for device in devices.values()):
         return weights, {}
     host: list[QuantisedWeight] = []
@@ -242,11 +242,6 @@ def _by_device(
             device = next((found for other in layout.groups[weight.group] if (found := devices[other.source]) is not None), None)
         (host if device is None else gpus.setdefault(device, [])).append(weight)
     return host, gpus
-
-
-def _device_of(tensor: Any) -> torch.device | None:
-    """Return the GPU that holds a tensor; None if it is in host memory, or there is no tensor."""
-    return torch_types.gpu_of(tensor) if type(tensor) is not np.ndarray and torch_types.is_torch(tensor) else None
 
 
 class _Work:

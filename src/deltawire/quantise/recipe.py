@@ -34,7 +34,7 @@ RecipeLike: TypeAlias = "str | Recipe"
 
 
 class BlockShape(NamedTuple):
-    """The numbers of rows and columns of a weight that share a scale. None stands for all of them."""
+    """The numbers of rows and columns of a weight that share a scale. None means all of them."""
 
     rows: int | None
     columns: int | None

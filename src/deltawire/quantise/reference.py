@@ -17,7 +17,7 @@ from ..dtypes import dtype_of_numpy
 from ..errors import NonFiniteWeights
 from .exact_arithmetic import exactly
 from .recipe import Recipe
-from .scales import Grid, Scales, choose_scales, numbers_of, quotients
+from .scales import Grid, Scales, numbers_of, quotients
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _E2M1_BOUNDS = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
@@ -88,25 +88,6 @@ def encode_codes(recipe: Recipe, weight: NDArray[Any], scales: Scales, first_row
     if recipe.element == "int4":
         return _pack_int4(np.rint(np.clip(values, -8, 7)).astype(np.int32))
     return _pack_e2m1(values)
-
-
-def quantise_weight(recipe: Recipe, weight: NDArray[Any], previous: Scales | None = None, name: str = "") -> tuple[NDArray[Any], Scales]:
-    """Return the codes and the scales of a whole weight that shares no scale with others.
-
-    Parameters
-    ----------
-    recipe
-        The recipe.
-    weight
-        The weight, of two dimensions.
-    previous
-        Its scales in the version before; None for fresh ones.
-    name
-        The name of the weight, for errors.
-    """
-    maxima = block_maxima(recipe, weight, name=name)
-    scales = choose_scales(recipe, dtype_of_numpy(weight.dtype), maxima, previous)
-    return encode_codes(recipe, weight, scales), scales
 
 
 @exactly

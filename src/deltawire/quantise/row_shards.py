@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,11 +12,15 @@ from numpy.typing import NDArray
 from ..codec import default_codec
 from ..codec.bits import DeviceBits
 from ..dtypes import DType
+from ..tensors.bits import Tensor
 from ..tensors.state import thread_count
 from . import reference
 from .quantise import Quantiser
 from .recipe import Recipe
 from .scales import Grid, Scales
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +31,16 @@ class RowShard:
     """The name of the weight, for errors."""
     dtype: DType
     """The type of the weight."""
-    rows: Any
+    rows: Tensor
     """Rows and columns: a NumPy array, or a torch tensor on a GPU. The elements of a row follow each other."""
     first_row: int
     """The number of the first of these rows in the weight."""
+
+    @property
+    def rows_on_gpu(self) -> torch.Tensor:
+        """The rows of a shard that is on a GPU."""
+        assert not isinstance(self.rows, np.ndarray)
+        return self.rows
 
     def grid(self, recipe: Recipe) -> tuple[int, int]:
         """Return how many blocks have elements here, vertically and horizontally."""
@@ -40,7 +50,7 @@ class RowShard:
 
     def groups(self, recipe: Recipe, start: int, stop: int) -> RowShard:
         """Return some of the groups of a recipe whose blocks are groups in a row, counted over all these rows. Each becomes a row."""
-        return RowShard(self.name, self.dtype, self.rows.reshape(-1, recipe.group_size)[start:stop], 0)
+        return RowShard(self.name, self.dtype, self.rows.reshape(-1, recipe.group_size or 1)[start:stop], 0)
 
 
 class ShardQuantiser(Protocol):
@@ -65,7 +75,7 @@ class OnGpu(Protocol):
     """Works on shards on a GPU: chooses scales of groups there, and need not write codes. Only `GpuQuantiser` does this."""
 
     def unwritten_codes(self, recipe: Recipe, shards: Sequence[RowShard], scales: Sequence[Scales], itemsize: int) -> Sequence[DeviceBits]:
-        """Return what stands for the codes of shards. Kernels make them when they encode."""
+        """Return weights in place of the codes of shards. Kernels make them when they encode."""
         ...
 
     def largest_of(self, recipe: Recipe, shards: Sequence[RowShard]) -> NDArray[np.float32]:
@@ -76,7 +86,7 @@ class OnGpu(Protocol):
         """Choose the scales of all groups of shards, and write them. Raise `NonFiniteWeights` if an element is NaN or infinite."""
         ...
 
-    def upload_all(self, arrays: Sequence[NDArray[Any]]) -> list[Any]:
+    def upload_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
         """Return the bytes of arrays as tensors on the GPU. They are copied there together."""
         ...
 
@@ -87,9 +97,9 @@ class GroupShard:
 
     shard: RowShard
     """The groups, each of them a row."""
-    scales: Any
+    scales: torch.Tensor
     """Memory for their scales, on the GPU."""
-    previous: Any | None
+    previous: torch.Tensor | None
     """The scales of these groups in the version before, on the GPU, if they may stay."""
     global_scale: float = 1.0
     """The global scale of nvfp4."""

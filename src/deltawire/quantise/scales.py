@@ -86,21 +86,6 @@ def choose_scales(recipe: Recipe, source: DType, maxima: Grid, previous: Scales 
     return Scales(np.where(_stays(recipe, source, maxima, fresh, previous.scale), previous.scale, fresh))
 
 
-@exactly
-def width_ratio(recipe: Recipe, source: DType, maxima: Grid, scales: Scales) -> NDArray[np.float64]:
-    """Return how many times as wide as fresh ones the scales of the blocks are. Fresh scales of nvfp4 have the same global scale.
-
-    A block of zeros has ratio 1.
-    """
-    if recipe.name == "nvfp4":
-        assert scales.global_scale is not None
-        fresh: NDArray[Any] = _nvfp4_blocks(source, maxima, scales.global_scale)
-    else:
-        fresh = _fresh(recipe, source, maxima)
-    ratio = numbers_of(recipe, scales.scale) / numbers_of(recipe, fresh)
-    return np.where(maxima > 0, ratio, 1.0)
-
-
 def numbers_of(recipe: Recipe, scale: NDArray[Any]) -> NDArray[np.float64]:
     """Return published scales as numbers. Those of mxfp4 are exponents."""
     if recipe.name == "mxfp4":

@@ -231,7 +231,7 @@ class _MemberActor:
     def _take(self) -> _Answer:
         deadline = time.monotonic() + _LONGEST_CALL
         while True:
-            ending = self._member.ending()  # asked first: all that the member printed before its end is in the buffer then
+            ending = self._member.ending()  # this is asked first, because the buffer then holds all that the member printed before its end
             dropped, lines = self._output.take(_LOOK if ending is None else 0.0)
             if dropped or lines:
                 return dropped, lines, None

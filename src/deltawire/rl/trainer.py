@@ -77,13 +77,14 @@ class GrpoTrainer:
     rows
         The dataset: mappings with a `prompt` and the columns that the rewards need. It may be empty if `live_share` is 1.
     url
-        The location of the chain: a URL, a directory, or a `Store`.
+        The location of the chain: a URL, a directory, or an open `Store`.
     settings
         How to train.
     checkpoints
         The directory of the trainer's own checkpoints. Without it the trainer cannot resume.
     attachments
-        The model's directory, or its config.json and tokenizer files. Members build their model from these files.
+        Further files of each version: a directory, or names with bytes or paths. Pass the model's directory, or its config.json
+        and tokenizer files. Members build their model from these files.
     optimizer
         The optimizer of the model's parameters. The default is AdamW with the learning rate of `settings`.
     lr_scheduler
@@ -100,22 +101,23 @@ class GrpoTrainer:
     scheduler
         How many tasks each member is offered.
     dtype
-        The type that the fleet serves. Weights are published as this type.
+        The type that the engines serve. Weights are published as this type.
     quantise
-        The recipe by which weights are quantised before they are published, such as "fp8-block". The fleet serves the quantised policy.
-        `dtype` is the type of the other weights then. See `Publisher`.
+        The recipe by which weights are quantised before they are published, such as "fp8-block", or a `Recipe`. The fleet
+        serves the quantised policy. `dtype` is the type of the other weights then. See `Publisher`.
     run
-        The name of a new run, or the run that must be at `url`. The default is a name made from `url`.
+        The name of a new run, or the run that must be at `url` (else `RunMismatch`). The default is a name made from `url`.
     tokenizer
-        The tokenizer of the model. Its files and the model's config are published, so `attachments` is not needed.
+        A tokenizer whose files are published with the model. The model's config is published, too, so `attachments` is not needed.
     snapshot
-        Where the publisher copies weights that are on a GPU: to memory of the "host", or beside them on the "device". See `Publisher`.
+        Where copies of weights on a GPU are kept: "host", in pinned memory of the host, or "device", on the GPU itself. See
+        `Publisher`.
     refuse_nonfinite
         Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite.
     starts_full
-        Publish the first version as a full checkpoint, and do not read the newest one back: it may be damaged.
+        Publish the first version as a full checkpoint, and do not read the newest one back. Use it if the newest version is damaged.
     options
-        How versions are written: signing key, anchors, garbage collection, store.
+        How versions are written: signing key, anchors, skips, garbage collection, threads, store.
     on_event
         Called with every event. Without it the trainer prints one line per step to the standard error.
     """

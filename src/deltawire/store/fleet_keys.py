@@ -20,8 +20,6 @@ FIRST_FREE_ATTEMPT = 16
 
 _SHORT, _HASH = r"([0-9]{10})", r"([0-9a-f]{64})"
 _ROUND = re.compile(rf"fleet/round/{_SHORT}\.json")
-_TASKS = re.compile(rf"fleet/tasks/{_SHORT}/{_HASH}\.json")
-_ACCEPTED = re.compile(rf"fleet/accepted/{_SHORT}/{_HASH}\.json")
 _LEASE = re.compile(rf"fleet/lease/{_SHORT}/([0-9]{{5}})/([0-9]{{3}})\.json")
 _ROLLOUT = re.compile(rf"fleet/rollout/{_SHORT}/([0-9]{{5}})/([0-9]{{3}})-{_HASH}\.safetensors")
 _BATCH = re.compile(rf"fleet/batch/{_SHORT}/{_SHORT}\.json")
@@ -111,18 +109,6 @@ def parse_round_key(key: str) -> int | None:
     """Return the number in a round's key, or None for any other key. The other `parse_` functions work alike."""
     found = _ROUND.fullmatch(key)
     return int(found[1]) if found else None
-
-
-def parse_tasks_key(key: str) -> tuple[int, str] | None:
-    """Return (round, blake3)."""
-    found = _TASKS.fullmatch(key)
-    return (int(found[1]), found[2]) if found else None
-
-
-def parse_accepted_key(key: str) -> tuple[int, str] | None:
-    """Return (round, blake3)."""
-    found = _ACCEPTED.fullmatch(key)
-    return (int(found[1]), found[2]) if found else None
 
 
 def parse_lease_key(key: str) -> AttemptId | None:

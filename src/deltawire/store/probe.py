@@ -58,7 +58,7 @@ def _check_creation(store: Store, key: str, first: bytes, second: bytes) -> None
     except (ObjectMissing, LimitExceeded) as error:
         raise StoreUnsuitable(f"{store.url} does not give back {key!r} right after it was created.") from error
     if found != first:
-        raise StoreUnsuitable(f"{store.url} reported that {key!r} exists, and overwrote it all the same.")
+        raise StoreUnsuitable(f"{store.url} reported that {key!r} exists, but overwrote it.")
 
 
 def _check_reading(store: Store, key: str, first: bytes) -> None:

@@ -134,7 +134,7 @@ def _parse(url: str) -> tuple[str, SplitResult]:
         if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
             raise BadUrl(f"{url!r} is not of the form file:///absolute/path.")
         if not unquote(parts.path).isprintable():
-            raise BadUrl(f"{url!r} stands for a path with control characters.")
+            raise BadUrl(f"{url!r} has control characters in its path.")
     elif scheme == "memory":
         if not is_key(_whole(parts)):
             raise BadUrl(f"{url!r} has no plain name.")

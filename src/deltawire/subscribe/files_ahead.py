@@ -120,7 +120,7 @@ class FilesAhead:
         Parameters
         ----------
         version
-            The version that the reader has now. If the files apply to another one, there are none.
+            The version that the reader has now. If the files apply to another version, this yields nothing.
         """
         while True:
             with self._lock:

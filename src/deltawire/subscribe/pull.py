@@ -64,7 +64,7 @@ def pull(
         version.
     replace
         Whether to replace an existing checkpoint in `out_dir`. A directory that also holds other files than weights and attachments is
-        refused all the same.
+        still refused.
     options
         Which chain to accept and how to read it.
     threads

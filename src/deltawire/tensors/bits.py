@@ -34,7 +34,7 @@ State: TypeAlias = Mapping[str, Tensor]
 class TensorPart:
     """A range of a tensor's elements in row-major order, for a process that does not hold the rest of it (docs/format.md §6).
 
-    Such a part stands for its tensor in a state. States of parts are encoded, digested and changed like other states.
+    Such a part takes the place of its tensor in a state. States of parts are encoded, digested and changed like other states.
 
     Parameters
     ----------

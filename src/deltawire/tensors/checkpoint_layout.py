@@ -201,7 +201,7 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """`views` lists, for each own name, the checkpoint tensors that are views of that tensor; None stands for the whole tensor.
+    """`views` lists, for each own name, the checkpoint tensors that are views of that tensor; None means the whole tensor.
 
     `copied` are the checkpoint tensors that are not a part of one parameter. `uncovered` are the own names of tensors that have elements
     outside all views. `joined` are those of `copied` that consist of whole parameters, with the own names of these parameters.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..codec import reaching
-from ..codec.bits import BitsColumn, DeviceBits, HostBits, in_host_memory, on_gpu
+from ..codec.bits import BitsColumn, DeviceBits, HostBits, in_gpu_memory, in_host_memory, on_gpu
 from ..dtypes import DType, first_nonfinite
 from .bits import State, TensorBits, state_bits
 from .columns import Columns, magnitude_limit
@@ -116,7 +116,7 @@ def _nonfinite_on_gpus(tensors: Sequence[TensorBits]) -> list[TensorBits]:
     for device, own in by_device.items():
         dtypes = [tensor.dtype for tensor in own]
         masks, limits = np.array([magnitude_limit(dtype) for dtype in dtypes], np.uint64).T
-        bits = [cast("DeviceBits", tensor.source) for tensor in own]
+        bits = [in_gpu_memory(tensor.source) for tensor in own]
         addresses = np.array([each.address for each in bits], np.uint64)
         sizes, itemsizes = np.array([each.size for each in bits], np.int64), np.array([each.itemsize for each in bits], np.uint8)
         contiguous = np.array([each.is_contiguous for each in bits], np.bool_)
@@ -141,7 +141,7 @@ def _are_nonfinite(column: BitsColumn, dtypes: Sequence[DType], masks: NDArray[n
     here, elsewhere = np.flatnonzero(readable), np.flatnonzero(~readable)
     gpu = gpu_at(column.device)
     with gpu.active():
-        verdicts = [_has_nonfinite_on_gpu(dtypes[number], cast("DeviceBits", column[number])).view(1) for number in elsewhere.tolist()]
+        verdicts = [_has_nonfinite_on_gpu(dtypes[number], in_gpu_memory(column[number])).view(1) for number in elsewhere.tolist()]
         if here.size:
             own = column.take(here)
             verdicts.append(start_reaching(own.addresses, own.sizes, own.itemsizes, masks[here], limits[here], gpu) != 0)

@@ -57,6 +57,11 @@ def gpu_of(tensor: torch.Tensor) -> torch.device | None:
     return tensor.device if tensor.is_cuda else None
 
 
+def gpu_holding(value: object) -> torch.device | None:
+    """Return the GPU that holds a tensor; None if it is in host memory, or is not a torch tensor."""
+    return gpu_of(value) if is_torch(value) else None
+
+
 def to_torch(array: NDArray[Any]) -> torch.Tensor:
     """Return a torch tensor that shares an array's memory."""
     import torch

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class ProcessDied(BaseException):
-    """Stands for SIGKILL. It is not an `Exception`, so that the code under test does not handle it as an error."""
+    """Takes the place of SIGKILL. It is not an `Exception`, so that the code under test does not handle it as an error."""
 
 
 class Call(NamedTuple):

@@ -24,7 +24,7 @@ import pytest
 from ..errors import DataDamaged, LimitExceeded, ObjectExists, ObjectMissing, OutcomeUnknown, StoreError
 from ..store import Buffer, Store, probe
 
-LARGE = 20 * 1024 * 1024 + 7  # more than two pieces of any client's default, and a rest
+LARGE = 20 * 1024 * 1024 + 7  # two pieces of any client's default size, and a last piece that is smaller
 
 
 class StoreConformance:

@@ -41,24 +41,24 @@ class DeltaWireCallback(TrainerCallback):  # type: ignore[misc]  # transformers 
     every
         Publish after every this many steps.
     dtype
-        The type that the fleet serves, as for `Publisher`.
+        The type that the engines serve. See `Publisher`.
     quantise
-        The recipe by which weights are quantised before they are published, as for `Publisher`.
+        The recipe by which weights are quantised before they are published, such as "fp8-block", or a `Recipe`. See `Publisher`.
     names
         Maps the names of a checkpoint to the published names, or to None for tensors that are not published. See `WeightSource`.
     keep
         Tells for each published name whether the tensor is published.
     run
-        The name of a new run, or the run that must be at `url`.
+        The name of a new run, or the run that must be at `url` (else `RunMismatch`).
     background
-        Publish in the background, so that training does not wait for the store.
+        Copy the weights and continue at once; a thread encodes and uploads them.
     snapshot
-        Where copies of weights on a GPU are kept: "host" or "device". "device" needs room for two more copies of the model (three if the
-        store is slower than training); then only deltas leave the GPU.
+        Where copies of weights on a GPU are kept: "host", in pinned memory of the host, or "device", on the GPU itself. The
+        latter needs room for two more copies of the model (three if the store is slower than training); then only deltas leave the GPU.
     attachments
-        Files of each version instead of the model's own configuration: a directory, or names with bytes or paths.
+        Further files of each version: a directory, or names with bytes or paths. They replace the model's own configuration.
     tokenizer
-        A tokenizer whose files are published. The default is the trainer's `processing_class`.
+        A tokenizer whose files are published with the model. The default is the trainer's `processing_class`.
     refuse_nonfinite, resume_from_seq, starts_full, options, on_event
         As for `Publisher`.
     """

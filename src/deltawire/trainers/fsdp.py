@@ -65,24 +65,24 @@ class FSDPPublisher:
     url
         The location of the chain: a URL, a directory, or an open `Store`. It must be the same for all ranks.
     run
-        The name of a new run, or the run that must be at `url`.
+        The name of a new run, or the run that must be at `url` (else `RunMismatch`).
     group
         The ranks that publish together. None: all ranks.
     dtype
-        The type that the fleet serves. Floating-point weights are cast to it, shard by shard. None: nothing is cast. With `quantise`, the
+        The type that the engines serve. Floating-point weights are cast to it, shard by shard. None: nothing is cast. With `quantise`, the
         type of weights that are not quantised. None: bfloat16.
     quantise
-        The recipe by which weights are quantised before they are published, as for `Publisher`: each rank quantises its own shards, and
-        the published bytes are the same. Shards may cut through the blocks of a recipe.
+        The recipe by which weights are quantised before they are published, such as "fp8-block", or a `Recipe`. Each rank
+        quantises its own shards, and the published bytes are those of a `Publisher`. Shards may cut through the blocks of a recipe.
     background
-        `publish` copies the shards and returns at once. The next call waits for the version before. No version is superseded, because the
-        ranks could not agree which one to leave out.
+        Copy the weights and continue at once; a thread encodes and uploads them. The next call waits for the version before. No
+        version is superseded, because the ranks could not agree which one to leave out.
     snapshot
-        Where copies of shards on a GPU are kept, as for `Publisher`: "host", in pinned memory, or "device", on the GPU.
+        Where copies of weights on a GPU are kept: "host", in pinned memory of the host, or "device", on the GPU itself.
     timeout
         How long a rank waits for the others. None: the default of `torch.distributed`.
     attachments
-        Further files of each version, as for `Publisher`. Only those of rank 0 count.
+        Further files of each version: a directory, or names with bytes or paths. Only those of rank 0 count.
     tokenizer
         A tokenizer whose files are published with the model. Only that of rank 0 counts.
     refuse_nonfinite, resume_from_seq, starts_full, options, on_event

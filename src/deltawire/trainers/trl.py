@@ -50,19 +50,20 @@ class DeltaWireTransfer:
         Without `server`, a sync returns when this many engines have reported in the store that they serve its version. With 0, it returns
         as soon as the version is published.
     dtype
-        The type that the servers serve, for example bfloat16 for a trainer in float32. None: nothing is cast.
+        The type that the engines serve. For example, it is bfloat16 for a trainer in float32. None: nothing is cast.
     quantise
-        The recipe by which weights are quantised before they are published, as for `Publisher`. `dtype` is the type of the other weights
-        then, bfloat16 by default.
+        The recipe by which weights are quantised before they are published, such as "fp8-block", or a `Recipe`. `dtype` is
+        the type of the other weights then, bfloat16 by default.
     timeout
         The longest time in seconds that a sync waits, before it raises `EngineError`.
     model
         The model that TRL trains. Pass it for a mixture-of-experts model: TRL sends the names of the live model, in which transformers has
         fused the experts, but vLLM loads the names of checkpoints.
     run
-        The name of a new run, or the run that must be at `url`.
+        The name of a new run, or the run that must be at `url` (else `RunMismatch`).
     attachments
-        Files of each version: the directory of the model, or its config.json and tokenizer files.
+        Further files of each version: a directory, or names with bytes or paths. Pass the directory of the model, or its config.json
+        and tokenizer files.
     tokenizer
         A tokenizer whose files are published with the model.
     refuse_nonfinite, resume_from_seq, starts_full, options, on_event

@@ -52,7 +52,7 @@ def member(*claims: Claim, clock: Clock | None = None, **changes: Any) -> Member
 
 
 class Result:
-    """Stands for the rollouts of a task."""
+    """Takes the place of the rollouts of a task."""
 
     tokens = 5
 

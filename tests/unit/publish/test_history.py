@@ -165,7 +165,7 @@ def test_skips_of_held_versions_are_made_while_the_baseline_moves_on():
             deltawire.apply_delta({name: then[name] for name in late.part(index)}, delta)
         assert bits_of(then) == bits_of(states[composed.target.seq])
     late.begin_composing()
-    assert late.history_bytes == prompt.history_bytes > 0
+    assert late._history.size == prompt._history.size > 0
 
 
 def test_skips_that_are_late_end_with_the_history_that_they_need():
@@ -193,7 +193,7 @@ def test_reverse_deltas_take_a_small_part_of_the_state():
         state = changed(state, 0.002)
         moved(baseline, state, seq, swap=False)
         composed_now(baseline)
-        assert baseline.history_bytes < 0.05 * 800_000
+        assert baseline._history.size < 0.05 * 800_000
 
 
 def test_a_move_that_is_cut_off_leaves_a_mark(monkeypatch):
@@ -222,7 +222,7 @@ def test_without_memory_of_the_past_there_is_nothing_to_compose():
         state = changed(state, 0.5)
         moved(baseline, state, seq, swap=False, remember=False)
         assert composed_now(baseline) == []
-    assert baseline.history_bytes == 0
+    assert baseline._history.size == 0
 
 
 def test_a_history_that_forgets_does_not_even_lead_to_the_newest_version():

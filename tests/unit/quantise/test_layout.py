@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from single_weights import source_names
 
 from deltawire.dtypes import dtype_named
 from deltawire.errors import TensorMissing, UnquantisableWeight
@@ -54,11 +55,11 @@ def test_layers_that_engines_join_share_a_scale_that_is_one_number():
     for spelling in ("nvfp4", "fp8-tensor"):
         layout = QuantisedLayout.of(spelling, LAYER)
         assert [[weight.module for weight in group] for group in layout.groups.values()] == [[q, k, v], [DOWN]]
-        assert layout.source_names([f"{k}.weight_scale"]) == {f"{name}.weight" for name in (q, k, v)}
+        assert source_names(layout, [f"{k}.weight_scale"]) == {f"{name}.weight" for name in (q, k, v)}
         assert any({f"{name}.weight_scale" for name in (q, k, v)} <= set(unit) for unit in layout.units)
     layout = QuantisedLayout.of("fp8-block", LAYER)
     assert not layout.groups
-    assert layout.source_names([f"{k}.weight_scale_inv", "lm_head.weight"]) == {f"{k}.weight", "lm_head.weight"}
+    assert source_names(layout, [f"{k}.weight_scale_inv", "lm_head.weight"]) == {f"{k}.weight", "lm_head.weight"}
 
 
 def test_scales_have_the_type_of_the_weights_where_compressed_tensors_does_so():

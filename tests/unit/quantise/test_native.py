@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_weights import DTYPES, KINDS, make_weight
+from single_weights import quantise_weight
 
 from deltawire.codec import using_codec
 from deltawire.codec.native import instruction_sets
@@ -87,12 +88,12 @@ def test_every_kind_of_weight(spelling: str, isa: str) -> None:
     for dtype in DTYPES:
         weights = [make_weight(kind, (130, 256 if spelling in GROUPED else 261), dtype) for kind in KINDS]
         numbers = list(range(len(weights)))
-        fresh = [reference.quantise_weight(recipe, weight) for weight in weights]
+        fresh = [quantise_weight(recipe, weight) for weight in weights]
         for found, expected in zip(quantise(recipe, weights, [None] * len(weights), numbers, quantiser), fresh, strict=True):
             assert_same(found, expected)
         # The scales of the weight before it: some are too wide, some too narrow, some stay.
         before = [fresh[number - 1][1] for number in numbers]
-        sticky = [reference.quantise_weight(recipe, weight, scales) for weight, scales in zip(weights, before, strict=True)]
+        sticky = [quantise_weight(recipe, weight, scales) for weight, scales in zip(weights, before, strict=True)]
         for found, expected in zip(quantise(recipe, weights, before, numbers, quantiser), sticky, strict=True):
             assert_same(found, expected)
         for weight in weights:
@@ -128,10 +129,10 @@ def test_native_is_the_reference(spelling, dtype, rows, columns, first_row, expo
         weight = np.where(np.isfinite(weight.astype(np.float32)), weight, np.zeros(1, weight.dtype))[:, 3 : columns + 3]  # rows with gaps
         old = (weight.astype(np.float32) * np.float32(shrink)).astype(weight.dtype)
         old = np.where(np.isfinite(old.astype(np.float32)), old, np.zeros(1, old.dtype))
-    _, before = reference.quantise_weight(recipe, old)
+    _, before = quantise_weight(recipe, old)
     check_steps(recipe, weight, quantiser, first_row)
     for previous in (None, before):
-        assert_same(quantise(recipe, [weight], [previous], [0], quantiser)[0], reference.quantise_weight(recipe, weight, previous))
+        assert_same(quantise(recipe, [weight], [previous], [0], quantiser)[0], quantise_weight(recipe, weight, previous))
 
 
 @pytest.mark.parametrize("isa", instruction_sets())
@@ -168,7 +169,7 @@ def test_blocks_whose_scales_stay(spelling: str, isa: str) -> None:
         weight[5, 300] = np.float32((465, 1e9, -600)[round_]) * scale  # the scale of the third block does not stay
         weight[:, 384:] *= np.float32(2.0**-12)  # nor does that of the last one
         before = Scales(np.full((1, 4), scale, np.float32))
-        expected = reference.quantise_weight(recipe, weight, before)
+        expected = quantise_weight(recipe, weight, before)
         assert [bool(stays) for stays in expected[1].scale.view(np.float32)[0] == scale] == [True, True, False, False]
         assert_same(quantise(recipe, [weight], [before], [0], quantiser)[0], expected)
 
@@ -181,10 +182,10 @@ PATTERNS = (0x00, 0x7F, 0x80, 0xFF, 0x40, 0x01)
 def test_scales_that_are_not_positive_numbers_do_not_stay(spelling: str) -> None:
     recipe, quantiser = Recipe.parse(spelling), NativeQuantiser()
     for weight, pattern in itertools.product((make_weight("plain", (64, 256), "float32"), np.zeros((64, 256), np.float32)), PATTERNS):
-        _, fresh = reference.quantise_weight(recipe, weight)
+        _, fresh = quantise_weight(recipe, weight)
         hostile = Scales(*(None if array is None else np.full_like(array.view(np.uint8), pattern).view(array.dtype) for array in fresh))
         for previous in (hostile, fresh._replace(scale=hostile.scale)):
-            assert_same(quantise(recipe, [weight], [previous], [0], quantiser)[0], reference.quantise_weight(recipe, weight, previous))
+            assert_same(quantise(recipe, [weight], [previous], [0], quantiser)[0], quantise_weight(recipe, weight, previous))
 
 
 @pytest.mark.parametrize("spelling", ["nvfp4", "fp8-tensor"])
@@ -247,7 +248,7 @@ def flushing():
 
 def test_subnormal_numbers_are_kept_whatever_the_process_has_set(flushing) -> None:
     weight, recipe = make_weight("subnormal", (64, 128), "float32"), Recipe.parse("fp8-block")
-    expected = reference.quantise_weight(recipe, weight)
+    expected = quantise_weight(recipe, weight)
     with flushing():
         found = quantise(recipe, [weight], [None], [0], NativeQuantiser(2))
     assert_same(found[0], expected)
@@ -258,15 +259,15 @@ def test_scales_that_numpy_chooses_are_the_same_whatever_the_process_has_set(spe
     """The second weight is in the normal range, but its scales are not."""
     recipe = Recipe.parse(spelling)
     for weight in (make_weight("subnormal", (64, 128), "float32"), make_weight("small", (64, 128), "float32") * np.float32(1e-31)):
-        first = reference.quantise_weight(recipe, weight)
-        then = reference.quantise_weight(recipe, weight * np.float32(0.6), first[1])
+        first = quantise_weight(recipe, weight)
+        then = quantise_weight(recipe, weight * np.float32(0.6), first[1])
         numbers = decode_codes(recipe, *first)
         with flushing():
-            assert_same(reference.quantise_weight(recipe, weight), first)
+            assert_same(quantise_weight(recipe, weight), first)
             found = decode_codes(recipe, *first)
         small = weight * np.float32(0.6)
         with flushing():
-            assert_same(reference.quantise_weight(recipe, small, first[1]), then)
+            assert_same(quantise_weight(recipe, small, first[1]), then)
         assert found.tobytes() == numbers.tobytes()
 
 

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from sample_weights import make_weight
+from single_weights import source_names
 
 from deltawire.errors import DtypeMismatch, NonFiniteWeights, ShapeMismatch, TensorMissing
 from deltawire.quantise import QuantisedLayout, Recipe, dequantise_state, quantisation_error, quantise_state
@@ -54,7 +55,7 @@ def test_parts_of_a_state_are_made_as_the_whole(spelling):
     before = quantise_state(old, spelling)
     whole = quantise_state(state, spelling, before)
     for unit in layout.units:
-        needed = {name: state[name] for name in layout.source_names(unit)}
+        needed = {name: state[name] for name in source_names(layout, unit)}
         scales = {name: tensor for name, tensor in before.items() if "scale" in name}
         made = layout.quantise(unit, needed, scales)
         assert list(made) == unit

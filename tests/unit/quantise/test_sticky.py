@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_weights import DTYPES, MOVES, walk
+from single_weights import quantise_weight, width_ratio
 
 from deltawire.dtypes import dtype_of_numpy
 from deltawire.quantise import Recipe
 from deltawire.quantise.dequantise import decode_codes
 from deltawire.quantise.quantise import quantise_state
 from deltawire.quantise.recipe import SPELLINGS
-from deltawire.quantise.reference import block_maxima, encode_codes, quantise_weight
-from deltawire.quantise.scales import Scales, choose_scales, numbers_of, width_ratio
+from deltawire.quantise.reference import block_maxima, encode_codes
+from deltawire.quantise.scales import Scales, choose_scales, numbers_of
 
 FRESH = {spelling: Recipe.parse(spelling, sticky=False) for spelling in SPELLINGS}
 

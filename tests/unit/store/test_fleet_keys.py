@@ -13,8 +13,6 @@ from deltawire.store.fleet_keys import BatchKey, RolloutKey
 HASH = "ab" * 32
 PAIRS = [
     (fleet_keys.round_key(7), fleet_keys.parse_round_key, 7),
-    (fleet_keys.tasks_key(7, HASH), fleet_keys.parse_tasks_key, (7, HASH)),
-    (fleet_keys.accepted_key(7, HASH), fleet_keys.parse_accepted_key, (7, HASH)),
     (fleet_keys.lease_key(AttemptId(7, 8, 9)), fleet_keys.parse_lease_key, AttemptId(7, 8, 9)),
     (fleet_keys.rollout_key(RolloutKey(7, 8, 9, HASH)), fleet_keys.parse_rollout_key, RolloutKey(7, 8, 9, HASH)),
     (fleet_keys.batch_key(7, 8), fleet_keys.parse_batch_key, BatchKey(7, 8)),

@@ -120,7 +120,7 @@ def test_a_process_that_is_stopped_while_it_fetches_gets_a_successor(tmp_path: P
 
 
 class DyingCalls:
-    """Stands for the module `os`. Kills this process before the call number `at` of those that change files or look at them."""
+    """Takes the place of the module `os`. Kills this process before the call number `at` of those that change files or look at them."""
 
     COUNTED = frozenset({"open", "close", "stat", "fstat", "rename", "unlink", "utime", "write", "ftruncate", "readv", "listdir"})
 

@@ -145,7 +145,7 @@ def _try_to_write(found: Examination, store: Store, key: str, clock: Callable[[]
 def _delete(found: Examination, store: Store, key: str, *, is_judged: bool) -> None:
     """Delete the object, and report whether this works unless writing has failed already."""
     if not is_judged:
-        with contextlib.suppress(StoreError):  # it may have been written all the same
+        with contextlib.suppress(StoreError):  # it may have been written nevertheless
             store.delete([key])
         return
     try:

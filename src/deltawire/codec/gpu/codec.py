@@ -254,7 +254,7 @@ def _describe_quantised(
 ) -> tuple[NDArray[np.uint64], torch.Tensor] | None:
     """Return the addresses of what kernels know about weights that they quantise, and the memory that has it; None if there are none.
 
-    `quantised_bases` are the numbers of those that stand for the elements of the base.
+    `quantised_bases` are the numbers of the tensors whose base is made of such weights.
     """
     if isinstance(news, BitsColumn):
         if news.quantised is None:

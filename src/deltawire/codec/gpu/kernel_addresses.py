@@ -24,7 +24,7 @@ _ALIGNMENT = 16
 _ON_DEVICE = {DeviceBits, MasterWeightBits, QuantisedBits, type(None)}
 
 _NOT_READABLE = 1
-"""Stands for the address of a tensor that kernels cannot read where it is. It is not aligned, like others that they cannot read."""
+"""Takes the place of the address of a tensor that kernels cannot read where it is. It is not aligned, like others that they cannot read."""
 
 
 @dataclass(slots=True)

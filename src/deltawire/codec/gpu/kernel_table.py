@@ -94,7 +94,7 @@ class KernelTable:
     """The width of an element in bits. All counts are in these elements: there are two 4-bit elements in each byte of a tensor."""
     base: NDArray[np.uint64]
     next: NDArray[np.uint64]
-    """Addresses of the old and the new elements; 0 stands for zeros, or for no elements."""
+    """Addresses of the old and the new elements; 0 means that all elements are zero, or that there are none."""
     count: Numbers
     seed: NDArray[np.uint64]
     group_ends: Numbers

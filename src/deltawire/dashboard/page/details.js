@@ -71,7 +71,7 @@ function bar(share) {
 }
 
 /** The layer of a tensor, and its name within the layer: model.layers.3.mlp.up_proj.weight gives 3 and mlp.up_proj. */
-function placeOf(name) {
+function layerAndKindOf(name) {
   const found = /^(.*?)(?:\.|^)(\d+)\.(.+?)(?:\.weight)?$/.exec(name);
   return found ? { layer: `${found[1].split(".").pop()} ${found[2]}`, kind: found[3] } : { layer: "other", kind: name.replace(/\.weight$/, "") };
 }
@@ -79,11 +79,11 @@ function placeOf(name) {
 function heatParts(tensors) {
   const layers = new Map(), kinds = [], others = [];
   for (const tensor of tensors) {
-    const place = placeOf(tensor.name);
-    if (place.layer === "other") { others.push(tensor); continue; }
-    if (!layers.has(place.layer)) layers.set(place.layer, new Map());
-    layers.get(place.layer).set(place.kind, tensor);
-    if (!kinds.includes(place.kind)) kinds.push(place.kind);
+    const own = layerAndKindOf(tensor.name);
+    if (own.layer === "other") { others.push(tensor); continue; }
+    if (!layers.has(own.layer)) layers.set(own.layer, new Map());
+    layers.get(own.layer).set(own.kind, tensor);
+    if (!kinds.includes(own.kind)) kinds.push(own.kind);
   }
   const parts = [], most = Math.max(...tensors.map((one) => one.changed / Math.max(1, one.elements)), 1e-12), largest = Math.max(...tensors.map(wideShare), 1e-12);
   const natural = [...layers.keys()].sort((a, b) => a.localeCompare(b, "en", { numeric: true })), cut = kinds.slice(0, 40);

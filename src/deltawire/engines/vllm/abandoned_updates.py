@@ -1,10 +1,10 @@
 """Says why an engine stays paused after an update by vLLM's routes that its program has not ended.
 
-A program that pauses the server without a lease (engine_holds.py), for example a trainer that calls the routes with curl, may die before it
-resumes the server. Its pause cannot be told from that of an operator, so EngineCore does not end it. But EngineCore notes when the last
-request of an update came. If the engine is still paused a minute later, EngineCore looks at its workers, and logs why the engine stays
-paused and what to do. The status of the workers says it too (`unended_update`), until the engine continues or the update is continued.
-`DELTAWIRE_UPDATE_SECONDS` sets another time than a minute.
+A program that pauses the server without a pause lease (engine_holds.py), for example a trainer that calls the routes with curl, may die
+before it resumes the server. Its pause cannot be told from that of an operator, so EngineCore does not end it. But EngineCore notes when
+the last request of an update came. If the engine is still paused a minute later, EngineCore looks at its workers, and logs why the engine
+stays paused and what to do. The status of the workers says it too (`unended_update`), until the engine continues or the update is
+continued. `DELTAWIRE_UPDATE_SECONDS` sets another time than a minute.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class UpdateWatch:
         from .engine_holds import stays_paused, why_not
 
         core = self._core
-        if not stays_paused(core):  # it runs, or a lease or a new version will end the pause
+        if not stays_paused(core):  # it runs, or a pause lease or a new version ends the pause
             core.deltawire_update_watch = None
             return
         problem = why_not(core)

@@ -38,7 +38,7 @@ from typing import Any
 from ..base import KvCache
 from . import QUARANTINED_LABEL, abandoned_updates, engine_holds, engine_watch
 
-SWAP, STATUS, LEASE, QUARANTINE = "deltawire_swap", "deltawire_status", "deltawire_lease", "deltawire_quarantine"
+SWAP, STATUS, PAUSE_LEASE, QUARANTINE = "deltawire_swap", "deltawire_status", "deltawire_lease", "deltawire_quarantine"
 ADAPTERS = "deltawire_adapters"
 """The names of the calls that EngineCore treats in its own way. All others go to the workers unchanged."""
 READING = ("deltawire_learn", "deltawire_adopt", "deltawire_prepare")
@@ -84,8 +84,8 @@ def install(core_class: type) -> bool:
     ) -> list[Any]:
         if method == SWAP:
             return [swap_between_steps(core, *args, **(kwargs or {}))]
-        if method == LEASE:
-            engine_holds.grant(core, float(args[0]))
+        if method == PAUSE_LEASE:
+            engine_holds.grant_pause_lease(core, float(args[0]))
             return []
         if method == ADAPTERS:
             return used_adapters(core)
@@ -114,7 +114,7 @@ def install(core_class: type) -> bool:
             if not was_written:  # vLLM would give the label of an update to the old weights
                 raise RuntimeError("no update was written, so the weights keep their label: begin again with /start_weight_update")
             engine_watch.begin(core)
-            if engine_holds.is_leased(core):
+            if engine_holds.has_pause_lease(core):
                 abandoned_updates.forget(core)
             else:
                 abandoned_updates.note(core)
@@ -140,7 +140,7 @@ def install(core_class: type) -> bool:
 def mark(request: Any, label: str, writes: int) -> None:
     """Let a new request find only keys and values that the present weights computed: vLLM hashes the salt with the tokens.
 
-    The label alone would not do. After a rollback, requests that began with the same version have left keys and values of a later one.
+    The label alone is not enough. After a rollback, requests that began with the same version have left keys and values of a later one.
     A salt that the client chose stays a part of the salt, so that requests of different clients still share nothing.
 
     Parameters

@@ -6,13 +6,13 @@ The next swap that is made ends the hold, and so does `/resume`. Nothing else do
 A request to pause the engine when its requests have ended ("wait") freezes them instead, because no weights may finish them. The status of
 the workers says why the engine is held (`held`).
 
-**Lease.** A program that swaps by vLLM's routes pauses the server, and may die before it resumes the server. It therefore asks for a lease
-first (`deltawire_lease`). If the pause lasts longer than the lease, the engine looks at its workers. It continues if all of them have the
-version that the label of the weights says. Otherwise it logs why not, and looks again later. A pause without a lease is left alone.
-Requests that are finished first ("wait") may take longer than the lease: it is extended until they have ended.
+**Pause lease.** A program that swaps by vLLM's routes pauses the server, and may die before it resumes the server. It therefore asks for
+a pause lease first (`deltawire_lease`). If the pause lasts longer than the pause lease, the engine looks at its workers. It continues if
+all of them have the version that the label of the weights says. Otherwise it logs why not, and looks again later. A pause without a pause
+lease is left alone. Requests that are finished first ("wait") may take longer than the pause lease: it is extended until they have ended.
 
-**Pauses of others.** The engine notes who has paused it. A pause without a lease is that of an operator, or of a program of its own. Only
-`/resume` ends it, not a swap, nor a lease that begins meanwhile. The status of the workers says so (`paused_by_others`).
+**Pauses of others.** The engine notes who has paused it. A pause without a pause lease is that of an operator, or of a program of its own.
+Only `/resume` ends it, not a swap, nor a pause lease that begins meanwhile. The status of the workers says so (`paused_by_others`).
 abandoned_updates.py tells what happens if such a program begins an update and dies.
 """
 
@@ -40,7 +40,7 @@ FIRST, FAILED, SLEPT = (
 """Reasons for a hold."""
 
 LOOK_AGAIN_SECONDS = 60.0
-"""Seconds between two looks at an engine whose lease is over and that cannot continue."""
+"""Seconds between two looks at an engine whose pause lease is over and that cannot continue."""
 
 
 def held(core: Any) -> str | None:
@@ -66,19 +66,19 @@ def hold(core: Any, reason: str) -> None:
 
 
 def stays_paused(core: Any) -> bool:
-    """Return whether an engine is paused by somebody who had no lease, so that only `/resume` may end the pause."""
+    """Return whether an engine is paused by somebody who had no pause lease, so that only `/resume` may end the pause."""
     return bool(getattr(core, "deltawire_paused_by_others", False) and core.is_scheduler_paused())
 
 
-def is_leased(core: Any) -> bool:
-    """Return whether a program has a lease, and will resume the engine itself if it has paused it."""
-    lease = getattr(core, "deltawire_lease", None)
-    return lease is not None and not lease.is_lost
+def has_pause_lease(core: Any) -> bool:
+    """Return whether a program has a pause lease, and will resume the engine itself if it has paused it."""
+    pause_lease = getattr(core, "deltawire_lease", None)
+    return pause_lease is not None and not pause_lease.is_lost
 
 
 def end_pause(core: Any) -> bool:
-    """Forget why an engine was held or leased, because it has a version now. Returns whether it continues, if it was paused before."""
-    is_over = held(core) is not None or is_leased(core)
+    """Forget why an engine was held, because it has a version now. Returns whether it continues, if it was paused before."""
+    is_over = held(core) is not None or has_pause_lease(core)
     core.deltawire_hold = None
     return is_over and not stays_paused(core)
 
@@ -136,9 +136,9 @@ def install(core_class: Any, loop_class: Any) -> bool:
     @functools.wraps(handle)
     def handle_and_look(core: Any, *arguments: Any) -> Any:
         result = handle(core, *arguments)
-        lease = getattr(core, "deltawire_lease", None)
-        if lease is not None and lease.is_over:
-            look(core, lease)
+        pause_lease = getattr(core, "deltawire_lease", None)
+        if pause_lease is not None and pause_lease.is_over:
+            look(core, pause_lease)
         engine_watch.look_if_due(core)
         abandoned_updates.look_if_due(core)
         return result
@@ -166,15 +166,15 @@ def _pause_of(pause: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_pause(core: Any) -> None:
-    """Note whether somebody pauses an engine who has no lease."""
-    lease = getattr(core, "deltawire_lease", None)
-    if lease is not None and (lease.is_lost or (lease.is_over and not core.is_scheduler_paused())):
-        lease = core.deltawire_lease = None
-    if lease is None:
+    """Note whether somebody pauses an engine who has no pause lease."""
+    pause_lease = getattr(core, "deltawire_lease", None)
+    if pause_lease is not None and (pause_lease.is_lost or (pause_lease.is_over and not core.is_scheduler_paused())):
+        pause_lease = core.deltawire_lease = None
+    if pause_lease is None:
         core.deltawire_paused_by_others = True
 
 
-class Lease:
+class PauseLease:
     """A program that has paused the engine promises to resume it until the deadline. Then a timer wakes the engine up.
 
     Parameters
@@ -208,8 +208,8 @@ class Lease:
             self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 
-def grant(core: Any, seconds: float) -> None:
-    """Begin a lease. The program asks for it just before it pauses the engine. Raises `ValueError` if it cannot be that long.
+def grant_pause_lease(core: Any, seconds: float) -> None:
+    """Begin a pause lease. The program asks for it just before it pauses the engine. Raises `ValueError` if it cannot be that long.
 
     Parameters
     ----------
@@ -219,8 +219,8 @@ def grant(core: Any, seconds: float) -> None:
         How long the pause may last.
     """
     if not 0 <= seconds <= threading.TIMEOUT_MAX:
-        raise ValueError(f"a lease lasts at least 0 and at most {threading.TIMEOUT_MAX:.0f} seconds, not {seconds}")
-    core.deltawire_lease = Lease(core)
+        raise ValueError(f"a pause lease lasts at least 0 and at most {threading.TIMEOUT_MAX:.0f} seconds, not {seconds}")
+    core.deltawire_lease = PauseLease(core)
     core.deltawire_lease.extend(seconds)
 
 
@@ -229,9 +229,9 @@ def check_writable(core: Any) -> None:
 
     Tokens would get the label of other weights than those that made them.
     """
-    lease = getattr(core, "deltawire_lease", None)
-    if lease is not None and lease.is_lost:
-        raise RuntimeError("the pause lasted longer than its lease, so the engine has continued: pause it again")
+    pause_lease = getattr(core, "deltawire_lease", None)
+    if pause_lease is not None and pause_lease.is_lost:
+        raise RuntimeError("the pause lasted longer than the pause lease, so the engine has continued: pause it again")
     if "weights" in getattr(core.model_executor, "sleeping_tags", ()):
         raise RuntimeError("the server is asleep, so its weights cannot be changed: wake it up first")
     if not core.is_scheduler_paused():
@@ -244,25 +244,25 @@ def hold_if_quarantined(core: Any) -> None:
         hold(core, FAILED)
 
 
-def look(core: Any, lease: Lease) -> None:
+def look(core: Any, pause_lease: PauseLease) -> None:
     """Continue after a pause that lasted too long, if the weights are those of the version that their label says. Otherwise log why not."""
-    if lease.is_lost or not core.is_scheduler_paused():
+    if pause_lease.is_lost or not core.is_scheduler_paused():
         return
     if stays_paused(core):
         core.deltawire_lease = None
         return
     if _finishes_requests(core):
-        lease.extend(LOOK_AGAIN_SECONDS)
+        pause_lease.extend(LOOK_AGAIN_SECONDS)
         return
     reason = why_not(core)
     if reason is None:
         logger.warning("deltawire: the server was paused for too long, so it continues with version %s", core.get_weight_version())
         core.resume_scheduler()
-        lease.is_lost = True
-        core.deltawire_lease = lease  # resuming has forgotten it, but the program may still come back
+        pause_lease.is_lost = True
+        core.deltawire_lease = pause_lease  # resuming has forgotten it, but the program may still come back
         return
     logger.error("deltawire: the server stays paused: %s", reason)
-    lease.extend(LOOK_AGAIN_SECONDS)
+    pause_lease.extend(LOOK_AGAIN_SECONDS)
 
 
 def _finishes_requests(core: Any) -> bool:

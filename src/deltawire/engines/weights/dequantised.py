@@ -48,8 +48,8 @@ _PARTS = ("_scale", "_scale_inv", "_global_scale", "_shape")
 class DequantisedWeights:
     """A module whose weights are floating-point numbers, and a chain whose versions a recipe has quantised.
 
-    The published tensors are kept on the host, where deltas are decoded against them. The module gets the weights that they stand for: a
-    code times its scale, rounded once to the type of the module's tensor. For bfloat16 these are the bits that transformers computes when
+    The published tensors are kept on the host, where deltas are decoded against them. The module gets their values: a code times
+    its scale, rounded once to the type of the module's tensor. For bfloat16 these are the bits that transformers computes when
     it loads the checkpoint on a CPU. Only elements that change are written.
 
     Parameters
@@ -164,10 +164,10 @@ class ModuleForm:
         return to_torch(np.ascontiguousarray(dequantised_source(arrays, self._layout, name, dtype.numpy)))
 
     def check(self, threads: int | None) -> None:
-        """Raise `ResultMismatch` unless the whole module holds what the published tensors stand for."""
+        """Raise `ResultMismatch` unless the whole module holds the values of the published tensors."""
         live = self.live()
         if digest_on_host({name: live[name] for name in self.names}, threads) != self.digest:
-            raise ResultMismatch("the live weights are not what the published tensors stand for.")
+            raise ResultMismatch("the live weights are not the values of the published tensors.")
 
     def _check_fits(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         live = self.live()

@@ -31,9 +31,9 @@ class LiveOwners:
         Parameters
         ----------
         found
-            The list.
+            The list of used interactions, as the store has it.
         round_number
-            It covers all rounds with lower numbers.
+            The list covers all rounds with lower numbers.
         """
         for name, session in found.sessions.items():
             mark = self._marks[name] = max(session.mark, self._marks.get(name, 0))

@@ -43,23 +43,23 @@ class Coverage:
     """The elements that the deltas of one step change. They were made from the same state, so no two may change the same element."""
 
     def __init__(self) -> None:
-        self._spans: dict[str, tuple[tuple[int, int], ...]] = {}
+        self._ranges: dict[str, tuple[tuple[int, int], ...]] = {}
         self._whole: set[str] = set()
 
     def add_whole(self, names: Collection[str]) -> None:
         """Add a delta for all elements of these tensors. Raise `CorruptDelta` if an earlier one was for some of them."""
-        if not (self._whole.isdisjoint(names) and self._spans.keys().isdisjoint(names)):
-            name = next(name for name in names if name in self._whole or name in self._spans)
+        if not (self._whole.isdisjoint(names) and self._ranges.keys().isdisjoint(names)):
+            name = next(name for name in names if name in self._whole or name in self._ranges)
             raise CorruptDelta(f"two deltas are for the same elements of tensor {name!r}.")
         self._whole.update(names)
 
-    def add(self, spans: Parts) -> None:
+    def add(self, ranges: Parts) -> None:
         """Add a delta for these elements. Raise `CorruptDelta` if an earlier one was for some of them."""
-        for name, (start, stop) in spans.items():
-            others = self._spans.get(name, ())
+        for name, (start, stop) in ranges.items():
+            others = self._ranges.get(name, ())
             if name in self._whole or any(start < end and begin < stop for begin, end in others):
                 raise CorruptDelta(f"two deltas are for the same elements of tensor {name!r}.")
-            self._spans[name] = (*others, (start, stop))
+            self._ranges[name] = (*others, (start, stop))
 
 
 def changes_text(structure: Structure) -> str:

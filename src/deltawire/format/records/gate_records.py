@@ -167,7 +167,7 @@ class ChannelPosition:
     channel
         The name of the channel.
     move
-        The number of the move that brought it there. Later moves, if any, changed only the share of users.
+        The number of the move that named this version. Later moves, if any, changed only the share of users.
     target
         The version that the channel names.
     """

@@ -14,7 +14,7 @@ from .bodies import Headers
 _MOST_KEYS = 10_000
 _RIGHTS = ("feedback", "all")
 _NO_KEY = hashlib.sha256(b"").digest()
-"""A line with the hash of nothing would let in everybody who sends no key."""
+"""A line with the hash of an empty text would admit callers that send no key."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,10 +67,6 @@ class AskedFor:
         self.id = new_inference_id(self.time)
 
     @property
-    def is_streamed(self) -> bool:
-        return self.body.get("stream") is True
-
-    @property
     def choices(self) -> int:
         """The number of completions for each prompt."""
         n = self.body.get("n")

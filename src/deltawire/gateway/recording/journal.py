@@ -2,17 +2,17 @@
 
     {journal}/{session}/lock                               held while a process uses the session
     {journal}/{session}/intents.log                        answers that were given; "done" when their row is synced, or never will be
-    {journal}/{session}/rows-{segment}.log                 what is recorded of answers
-    {journal}/{session}/{number}-{blake3}.{segment}.bin    the last file of interactions that was made of a segment
-    {journal}/{session}/{number}-{blake3}.{segment}.part   an earlier one of the same segment; it counts only beside the last one
+    {journal}/{session}/rows-{log}.log                     a row log: what is recorded of some answers
+    {journal}/{session}/{number}-{blake3}.{log}.bin        the last file of interactions that was made of a row log
+    {journal}/{session}/{number}-{blake3}.{log}.part       an earlier file of the same row log; it counts only if the last one exists
 
-A segment ends before it has more than one file holds. It becomes one file with a fixed number, or several if it is larger all the same.
-When the last one has its name, the segment is deleted; then its files are put into the store in the order of their numbers, and each is
-deleted. Every step can be repeated after a kill, and gives the same files, so nothing is stored under two names.
+A row log ends before it has more than one file holds. It becomes one file with a fixed number. A larger row log, which an older release
+wrote, becomes several files. When the last one has its name, the row log is deleted; then its files are put into the store in the order of
+their numbers, and each is deleted. Every step can be repeated after a kill, and gives the same files, so nothing is stored under two names.
 
 A write is in the system's memory when it returns, so it survives the end of the process. After a loss of power there is at least what was
-written before the last `sync`. Besides, a row is on the disk before its segment becomes a file, the file is there as a whole before it has
-its name, and both its name and the marks of its answers are there before the segment is deleted. A compacted log of intents is on the disk
+written before the last `sync`. Besides, a row is on the disk before its row log becomes a file, the file is there as a whole before it has
+its name, and both its name and the marks of its answers are there before the row log is deleted. A compacted log of intents is on the disk
 before it replaces the old one. So a loss of power leads to no wrong file, and to no answer that is recorded twice.
 """
 
@@ -37,9 +37,9 @@ from ...format.live_parts import is_session
 from .journal_log import DONE, INTENT, RECORD, JournalDisk, RowLog, read_rows, write_all
 
 MOST_ROWS, MOST_ROW_BYTES = 512, 8 << 20
-"""A segment has at most this many rows and bytes, and at least one row."""
+"""A row log has at most this many rows and bytes, and at least one row."""
 _COMPACT_BYTES = 4 << 20
-_SEGMENT = re.compile(r"rows-([0-9]{10})\.log")
+_ROW_LOG = re.compile(r"rows-([0-9]{10})\.log")
 _FILE = re.compile(r"([0-9]{20})-([0-9a-f]{64})\.([0-9]{10})\.(bin|part)")
 
 
@@ -50,7 +50,7 @@ class SealedFile:
     path: Path
     number: int
     blake3: str
-    segment: int
+    row_log: int
 
     def read(self) -> bytes | None:
         """Return its bytes, or None if it is damaged."""
@@ -59,7 +59,7 @@ class SealedFile:
 
 
 class _Room:
-    """Counts what a segment holds, or a part of it."""
+    """Counts what a row log holds, or a part of it."""
 
     def __init__(self, most_rows: int) -> None:
         self._most_rows = most_rows
@@ -97,7 +97,7 @@ class Journal:
     disk
         The operations on the disk.
     most_rows
-        The most rows of a segment.
+        The most rows of a row log.
     """
 
     def __init__(self, folder: Path, session: str, *, disk: JournalDisk | None = None, most_rows: int | None = None) -> None:
@@ -127,21 +127,21 @@ class Journal:
         self._has_new_names = True
         try:
             self._disk.sync_folder(folder)
-            segments = [number for number, _ in self._segments()]
-            self._drop_damaged(segments)
-            self._segment = max([*segments, *(file.segment for file in self.files())], default=-1) + 1
-            self._recover(segments)
-            self._sync_old(segments)
+            row_logs = [number for number, _ in self._row_logs()]
+            self._drop_damaged(row_logs)
+            self._row_log = max([*row_logs, *(file.row_log for file in self.files())], default=-1) + 1
+            self._recover(row_logs)
+            self._sync_old(row_logs)
             self._intents = RowLog(self._disk, self._folder / "intents.log")
             self._compact()  # an intent whose row was found is done for good, even when the row has left the journal
-            self._rows, self._has_new_names = self._open_rows(self._segment), True
+            self._rows, self._has_new_names = self._open_rows(self._row_log), True
         except BaseException:
             os.close(self._held)
             raise
 
     @property
     def rows(self) -> int:
-        """The number of rows in the segment that grows."""
+        """The number of rows in the row log that grows."""
         return self._room.rows
 
     @property
@@ -159,7 +159,7 @@ class Journal:
             self.open_intents[name] = data
 
     def add_row(self, name: str, row: Mapping[str, Any]) -> bool:
-        """Record an answer. Its intent is then done. Return whether its segment has as much as one file should hold.
+        """Record an answer. Its intent is then done. Return whether its row log has as much as one file should hold.
 
         Raises `OSError`, and `ValueError` if the row is too long.
         """
@@ -183,13 +183,13 @@ class Journal:
                 self._mark()
 
     def rotate(self) -> None:
-        """End the segment that grows, if it has rows, and begin another. Raises `OSError`."""
+        """End the row log that grows, if it has rows, and begin another. Raises `OSError`."""
         with self._lock:
             self._check_open()
             if self._room.rows:
-                opened = self._open_rows(self._segment + 1)
+                opened = self._open_rows(self._row_log + 1)
                 self._ended.append(self._rows)
-                self._segment += 1
+                self._row_log += 1
                 self._rows, self._room, self._has_new_names = opened, self._new_room(), True
 
     def sync(self) -> None:
@@ -206,27 +206,23 @@ class Journal:
             if is_long:
                 self._compact()
 
-    def ended_segments(self) -> list[int]:
-        """Return the segments that wait to become files, oldest first."""
+    def ended_row_logs(self) -> list[int]:
+        """Return the row logs that wait to become files, oldest first."""
         with self._lock:
-            sealed = {file.segment for file in self.files()}
-            return sorted(number for number, _ in self._segments() if number != self._segment and number not in sealed)
+            sealed = {file.row_log for file in self.files()}
+            return sorted(number for number, _ in self._row_logs() if number != self._row_log and number not in sealed)
 
-    def sealed_segments(self) -> list[int]:
-        """Return the segments whose files are complete, so that nobody needs their rows."""
+    def sealed_row_logs(self) -> list[int]:
+        """Return the row logs whose files are complete, so that nobody needs their rows."""
         with self._lock:
-            sealed = {file.segment for file in self.files()}
-            return sorted(number for number, _ in self._segments() if number in sealed)
+            sealed = {file.row_log for file in self.files()}
+            return sorted(number for number, _ in self._row_logs() if number in sealed)
 
-    def read_segment(self, segment: int) -> list[dict[str, Any]]:
-        """Return the rows of a segment."""
-        return [row for part in self.parts(segment) for row in part]
-
-    def parts(self, segment: int) -> Iterator[list[dict[str, Any]]]:
-        """Yield the rows of a segment in parts, each of which should fit into one file. Most segments are one part."""
+    def parts(self, row_log: int) -> Iterator[list[dict[str, Any]]]:
+        """Yield the rows of a row log in parts, each of which should fit into one file. Most row logs are one part."""
         part: list[dict[str, Any]] = []
         room = self._new_room()
-        for kind, data in read_rows(self._segment_path(segment)):
+        for kind, data in read_rows(self._row_log_path(row_log)):
             if kind == RECORD:
                 row = json.loads(data)
                 if not room.fits(len(data), row):
@@ -237,26 +233,26 @@ class Journal:
         if part:
             yield part
 
-    def seal(self, segment: int, files: Iterable[tuple[int, bytes]]) -> list[SealedFile]:
-        """Keep the files of interactions that are made of a segment. They count when all of them are on the disk. Raises `OSError`.
+    def seal(self, row_log: int, files: Iterable[tuple[int, bytes]]) -> list[SealedFile]:
+        """Keep the files of interactions that are made of a row log. They count when all of them are on the disk. Raises `OSError`.
 
         Parameters
         ----------
-        segment
-            The segment.
+        row_log
+            The row log.
         files
             The numbers, in ascending order, and the bytes of the files.
         """
         with self._syncing:
             self._check_open()
             self._sync_rows()
-        for old in self._found("part", segment):  # of a time when this was not finished
+        for old in self._found("part", row_log):  # of a time when this was not finished
             self._disk.unlink(old.path)
-        made = [self._write_part(segment, number, data) for number, data in files]
+        made = [self._write_part(row_log, number, data) for number, data in files]
         if made:
             self._disk.sync_folder(self._folder)
             last = made[-1]
-            named = SealedFile(last.path.with_suffix(".bin"), last.number, last.blake3, segment)
+            named = SealedFile(last.path.with_suffix(".bin"), last.number, last.blake3, row_log)
             self._disk.rename(last.path, named.path)
             self._disk.sync_folder(self._folder)
             made[-1] = named
@@ -265,17 +261,17 @@ class Journal:
     def files(self) -> list[SealedFile]:
         """Return the files that wait for the store, by number."""
         found = self._found("bin")
-        whole = {file.segment for file in found}
-        found += [file for file in self._found("part") if file.segment in whole]
+        whole = {file.row_log for file in found}
+        found += [file for file in self._found("part") if file.row_log in whole]
         return sorted(found, key=lambda file: file.number)
 
-    def forget_segment(self, segment: int) -> None:
-        """Delete a segment of which nothing is needed, or whose files are sealed. Raises `OSError`."""
+    def forget_row_log(self, row_log: int) -> None:
+        """Delete a row log of which nothing is needed, or whose files are sealed. Raises `OSError`."""
         with self._syncing:
             self._check_open()
             self._sync_rows()
-            self._sync_intents()  # otherwise the next session would record an answer of the segment again
-            self._disk.unlink(self._segment_path(segment))
+            self._sync_intents()  # otherwise the next session would record an answer of the row log again
+            self._disk.unlink(self._row_log_path(row_log))
             self._disk.sync_folder(self._folder)  # a file of it may be deleted from now on
 
     def forget_file(self, file: SealedFile) -> None:
@@ -285,7 +281,7 @@ class Journal:
     def is_empty(self) -> bool:
         """Return whether nothing waits for anything."""
         with self._lock:
-            return not self.rows and not self.open_intents and not self.files() and not self.ended_segments()
+            return not self.rows and not self.open_intents and not self.files() and not self.ended_row_logs()
 
     def close(self, *, remove: bool = False) -> None:
         """Release the session, and delete its directory if asked."""
@@ -305,25 +301,25 @@ class Journal:
         if self.is_closed:  # the number of a file that was closed may belong to another one
             raise OSError(errno.EBADF, "the journal is closed")
 
-    def _segment_path(self, segment: int) -> Path:
-        return self._folder / f"rows-{segment:010}.log"
+    def _row_log_path(self, row_log: int) -> Path:
+        return self._folder / f"rows-{row_log:010}.log"
 
     def _new_room(self) -> _Room:
         return _Room(self._most_rows)
 
-    def _open_rows(self, segment: int) -> RowLog:
-        return RowLog(self._disk, self._segment_path(segment))
+    def _open_rows(self, row_log: int) -> RowLog:
+        return RowLog(self._disk, self._row_log_path(row_log))
 
-    def _segments(self) -> list[tuple[int, Path]]:
-        found = ((_SEGMENT.fullmatch(path.name), path) for path in self._folder.iterdir())
+    def _row_logs(self) -> list[tuple[int, Path]]:
+        found = ((_ROW_LOG.fullmatch(path.name), path) for path in self._folder.iterdir())
         return [(int(match[1]), path) for match, path in found if match]
 
-    def _found(self, kind: str, segment: int | None = None) -> list[SealedFile]:
+    def _found(self, kind: str, row_log: int | None = None) -> list[SealedFile]:
         found = [(path, _FILE.fullmatch(path.name)) for path in self._folder.iterdir()]
         files = [SealedFile(path, int(m[1]), m[2], int(m[3])) for path, m in found if m and m[4] == kind]
-        return [file for file in files if segment in (None, file.segment)]
+        return [file for file in files if row_log in (None, file.row_log)]
 
-    def _write_part(self, segment: int, number: int, data: bytes) -> SealedFile:
+    def _write_part(self, row_log: int, number: int, data: bytes) -> SealedFile:
         digest = blake3(data).hexdigest()
         temporary = self._folder / "sealing.tmp"
         descriptor = self._disk.open(temporary, fresh=True)
@@ -332,22 +328,22 @@ class Journal:
             self._disk.sync(descriptor)
         finally:
             self._disk.close(descriptor)
-        file = SealedFile(self._folder / f"{number:020}-{digest}.{segment:010}.part", number, digest, segment)
+        file = SealedFile(self._folder / f"{number:020}-{digest}.{row_log:010}.part", number, digest, row_log)
         self._disk.rename(temporary, file.path)
         return file
 
-    def _drop_damaged(self, segments: list[int]) -> None:
+    def _drop_damaged(self, row_logs: list[int]) -> None:
         """Delete files that do not count, and those that can be made again and are not what their name says."""
         for file in self.files():
-            if file.segment in segments and file.read() is None:
-                for each in self._found("bin", file.segment):
+            if file.row_log in row_logs and file.read() is None:
+                for each in self._found("bin", file.row_log):
                     self._disk.unlink(each.path)
-        whole = {file.segment for file in self._found("bin")}
+        whole = {file.row_log for file in self._found("bin")}
         for file in self._found("part"):
-            if file.segment not in whole:
+            if file.row_log not in whole:
                 self._disk.unlink(file.path)
 
-    def _recover(self, segments: list[int]) -> None:
+    def _recover(self, row_logs: list[int]) -> None:
         """Read the intents of a session that ended, and forget those that have a row."""
         for kind, data in read_rows(self._folder / "intents.log"):
             if kind == INTENT:
@@ -355,15 +351,15 @@ class Journal:
             else:
                 self.open_intents.pop(data.decode(), None)
         if self.open_intents:  # only the newest rows can lack their marks, but reading all of them is simpler
-            for segment in segments:
-                for part in self.parts(segment):
+            for row_log in row_logs:
+                for part in self.parts(row_log):
                     for row in part:
                         self.open_intents.pop(str(row["interactions"][0]["id"]), None)
 
-    def _sync_old(self, segments: list[int]) -> None:
+    def _sync_old(self, row_logs: list[int]) -> None:
         """Sync the rows that an ended session wrote, because their intents are about to be forgotten."""
-        for segment in segments:
-            log = self._open_rows(segment)
+        for row_log in row_logs:
+            log = self._open_rows(row_log)
             try:
                 log.sync()
             finally:

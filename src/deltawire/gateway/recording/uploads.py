@@ -123,25 +123,25 @@ class Uploads:
         self._upload(self._own)
 
     def _upload(self, journal: Journal) -> None:
-        for segment in journal.sealed_segments():
-            journal.forget_segment(segment)
+        for row_log in journal.sealed_row_logs():
+            journal.forget_row_log(row_log)
         for file in journal.files():
             self._put(journal, file)
         journal.rotate()
-        for segment in journal.ended_segments():
-            self._put_segment(journal, segment)
+        for row_log in journal.ended_row_logs():
+            self._put_row_log(journal, row_log)
 
-    def _put_segment(self, journal: Journal, segment: int) -> None:
+    def _put_row_log(self, journal: Journal, row_log: int) -> None:
         number, counts = self._number(journal), list[int]()
-        files = journal.seal(segment, self._files(journal, segment, number, counts))
+        files = journal.seal(row_log, self._files(journal, row_log, number, counts))
         self._numbers[journal.session] = number + len(files)
-        journal.forget_segment(segment)
+        journal.forget_row_log(row_log)
         for file, count in zip(files, counts, strict=True):
             self._put(journal, file, count)
 
-    def _files(self, journal: Journal, segment: int, number: int, counts: list[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield the numbers and the bytes of the files that a segment becomes, and note how many rows each has."""
-        for part in journal.parts(segment):
+    def _files(self, journal: Journal, row_log: int, number: int, counts: list[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield the numbers and the bytes of the files that a row log becomes, and note how many rows each has."""
+        for part in journal.parts(row_log):
             for rows, data in self._data(journal.session, number, part):
                 yield number, data
                 counts.append(rows)

@@ -10,7 +10,7 @@ a GPU, it chooses these scales there; only those at the edges are exchanged (`Gr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +24,13 @@ from ...tensors import torch_types
 from ...tensors.bits import TensorPart
 from ..upload.segments import SEGMENT_BYTES
 from .division import Parts, Reader, bytes_of, elements_of
-from .group_scales import GroupScales, choose_own_groups, copy_from_hosts, find_group_maxima, is_on_gpu
+from .group_scales import GroupScales, choose_own_groups, chooses_group_scales, copy_from_hosts, find_group_maxima
 from .ranges import ElementRange
 from .ranks import Ranks, together
 from .shares import Share
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ShardQuantisers:
@@ -41,24 +44,23 @@ class ShardQuantisers:
 
     def __init__(self, threads: int | None) -> None:
         self._threads = threads
-        self._known: dict[Any, ShardQuantiser] = {}
+        self._known: dict[torch.device | None, ShardQuantiser] = {}
 
     def by_device(self, shards: Sequence[RowShard]) -> Iterator[tuple[ShardQuantiser, list[int]]]:
         """Yield what quantises shards, with the numbers of these shards."""
-        numbers: dict[Any, list[int]] = {}
+        numbers: dict[torch.device | None, list[int]] = {}
         for number, shard in enumerate(shards):
-            device = torch_types.gpu_of(shard.rows) if torch_types.is_torch(shard.rows) else None
-            numbers.setdefault(device, []).append(number)
+            numbers.setdefault(torch_types.gpu_holding(shard.rows), []).append(number)
         for device, own in numbers.items():
             yield self.on(device), own
 
-    def on(self, device: Any) -> ShardQuantiser:
+    def on(self, device: torch.device | None) -> ShardQuantiser:
         """Return what quantises shards on a device; None is the host."""
         if device not in self._known:
             self._known[device] = self._quantiser(device)
         return self._known[device]
 
-    def _quantiser(self, device: Any) -> ShardQuantiser:
+    def _quantiser(self, device: torch.device | None) -> ShardQuantiser:
         if device is None:
             return HostShardQuantiser(self._threads)
         from ...quantise.gpu.quantiser import GpuQuantiser
@@ -159,8 +161,8 @@ class AgreedScales:
             assert elements.size == stop - start
         return TensorPart(elements, output.shape, start)
 
-    def is_on_gpu(self, output: Output) -> bool:
-        """Tell whether the scales of a weight are on a GPU already."""
+    def was_chosen_on_gpu(self, output: Output) -> bool:
+        """Tell whether a tensor is the scales of a weight that were chosen on its GPU."""
         return output.role == "scale" and output.weight is not None and output.weight.module in self._groups
 
     # The steps of `agree_on_scales`
@@ -171,7 +173,7 @@ class AgreedScales:
             shards = [share.shard(held) for share in shares]
             for quantiser, numbers in quantisers.by_device(shards):
                 own = [shards[number] for number in numbers]
-                if is_on_gpu(quantiser) and self._recipe.group_size:
+                if chooses_group_scales(quantiser) and self._recipe.group_size:
                     made = [
                         GroupScales(self._layout, shares[number], self._rank, shard) for number, shard in zip(numbers, own, strict=True)
                     ]
@@ -265,7 +267,7 @@ class AgreedScales:
         for shares in _batches([share for share in self._shares if share.weight.module in self._groups]):
             shards = [share.shard(held) for share in shares]
             for quantiser, numbers in quantisers.by_device(shards):
-                assert is_on_gpu(quantiser)
+                assert chooses_group_scales(quantiser)
                 choose_own_groups(
                     self._recipe,
                     quantiser,
@@ -287,8 +289,8 @@ class AgreedScales:
 
     def _served_on_host(self, share: Share) -> tuple[tuple[int, ElementRange], ...]:
         """Return the processes for whose rows this process chooses scales on the host, and which scales."""
-        is_on_gpu = share.weight.module in self._groups
-        return tuple((rank, where) for rank, where in share.serves if not (is_on_gpu and rank == self._rank))
+        was_chosen_on_gpu = share.weight.module in self._groups
+        return tuple((rank, where) for rank, where in share.serves if not (was_chosen_on_gpu and rank == self._rank))
 
     def take_scales(self, arrived: list[memoryview], quantisers: ShardQuantisers) -> None:
         """Take the scales of this process's rows."""
@@ -304,12 +306,12 @@ class AgreedScales:
             taken = [readers[rank].take((stop - start) * dtype.itemsize).view(dtype.numpy) for rank, (start, stop) in share.asks]
             if taken:
                 self._scales[share.weight.module] = np.concatenate(taken).reshape(self._maxima[share.weight.module].shape)
-        by_device: dict[Any, list[GroupScales]] = {}
+        by_device: dict[torch.device, list[GroupScales]] = {}
         for each in self._groups.values():
             by_device.setdefault(each.device, []).append(each)
         for device, weights in by_device.items():
             quantiser = quantisers.on(device)
-            assert is_on_gpu(quantiser)
+            assert chooses_group_scales(quantiser)
             copy_from_hosts(quantiser, weights)
 
     def _previous_scales(self, serving: Sequence[tuple[Share, Sequence[tuple[int, ElementRange]]]]) -> list[NDArray[Any] | None]:
@@ -371,7 +373,7 @@ def _batches(shares: Iterable[Share]) -> Iterator[list[Share]]:
 def _host_bytes(tensors: Iterable[Any]) -> list[bytes]:
     """Return the bytes of many small tensors. Those on a GPU are copied to the host together."""
     each = list(tensors)
-    on_gpus: dict[Any, list[int]] = {}
+    on_gpus: dict[torch.device, list[int]] = {}
     for number, tensor in enumerate(each):
         if torch_types.is_torch(tensor):
             on_gpus.setdefault(tensor.device, []).append(number)

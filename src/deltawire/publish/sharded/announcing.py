@@ -103,7 +103,7 @@ class SharedAnnouncer:
                 self._announcer.end()
 
     def close(self, seconds: float) -> None:
-        """End, and wait at most so many seconds until the other processes have ended, too.
+        """End, and wait at most this many seconds until the other processes have ended, too.
 
         Parameters
         ----------

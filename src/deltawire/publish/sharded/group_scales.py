@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,16 @@ from .division import elements_of
 from .ranges import EMPTY, ElementRange
 from .shares import Share
 
+if TYPE_CHECKING:
+    import torch
+
 
 class GpuShardQuantiser(ShardQuantiser, OnGpu, Protocol):
     """Quantises shards on a GPU, and chooses their scales there: `GpuQuantiser`."""
 
 
-def is_on_gpu(quantiser: ShardQuantiser) -> TypeGuard[GpuShardQuantiser]:
-    """Tell whether a quantiser works on shards on a GPU."""
+def chooses_group_scales(quantiser: ShardQuantiser) -> TypeGuard[GpuShardQuantiser]:
+    """Tell whether a quantiser chooses scales of groups where the rows are, on a GPU. The one for host memory does not."""
     return hasattr(quantiser, "choose_group_scales")
 
 
@@ -59,13 +62,13 @@ class GroupScales:
         every = [share.grid, *(where for _, where in share.serves)]
         self._start, self._stop = min(first for first, _ in every), max(last for _, last in every)
         self._from_host: list[tuple[ElementRange, NDArray[Any]]] = []
-        self._scales: Any = None
+        self._scales: torch.Tensor | None = None
         self.edge_maxima: dict[int, NDArray[np.float32]] = {}
         """The largest magnitudes of the groups at the edges, by the process that publishes their scales."""
         self.largest = np.float32(0)
         """The largest magnitude of all rows, for recipes whose weights share a scale."""
 
-    def part(self, start: int, stop: int) -> Any:
+    def part(self, start: int, stop: int) -> torch.Tensor:
         """Return some scales, by their positions in the scale tensor."""
         if self._scales is None:
             import torch
@@ -73,7 +76,7 @@ class GroupScales:
             self._scales = torch.empty(self._stop - self._start, dtype=torch_types.torch_dtype(self._output.dtype), device=self.device)
         return self._scales[start - self._start : stop - self._start]
 
-    def of_rows(self, rows: ElementRange) -> Any:
+    def of_rows(self, rows: ElementRange) -> torch.Tensor:
         """Return the scales of some rows, which the process holds: one row for each."""
         width = self._columns // self._group
         first = self.grid[0] + (rows[0] - self._first_row) * width

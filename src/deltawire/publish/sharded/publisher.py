@@ -70,19 +70,19 @@ class ShardedPublisher:
     url
         The location of the chain: a URL, a directory, or an open `Store`. It must be the same for all processes.
     run
-        The name of a new run, or the run that must be at `url`.
+        The name of a new run, or the run that must be at `url` (else `RunMismatch`).
     attachments
-        Further files of each version, as for `Publisher`. Only those of the first process count.
+        Further files of each version: a directory, or names with bytes or paths. Only those of the first process count.
     tokenizer
         A tokenizer whose files are published with the model. Only that of the first process counts.
     quantise
-        The recipe by which weights are quantised before they are published, as for `Publisher`. The published bytes are the same. Each
-        process must hold whole rows of the weights that are quantised.
+        The recipe by which weights are quantised before they are published, such as "fp8-block", or a `Recipe`. The
+        published bytes are those of a `Publisher`. Each process must hold whole rows of the weights that are quantised.
     dtype
         With `quantise`: the type of floating-point weights that are not quantised. None: bfloat16. Without it, pass weights in the type
         in which they are to be published.
     snapshot
-        Where each process keeps the copy of parts that are on a GPU: "host", in pinned memory, or "device", on the GPU.
+        Where copies of weights on a GPU are kept: "host", in pinned memory of the host, or "device", on the GPU itself.
     refuse_nonfinite
         Raise `NonFiniteWeights` instead of publishing weights that are NaN or infinite. With `quantise`, they always raise.
     resume_from_seq
@@ -91,10 +91,10 @@ class ShardedPublisher:
     starts_full
         Publish the first version as a full checkpoint, and do not read the newest one back. Use it if the newest version is damaged.
     options
-        How versions are written. Each process uses its own `threads`, `segment_bytes`, `shard_bytes` and `store`; the other fields of the
-        first process count for all.
+        How versions are written: signing key, anchors, skips, garbage collection, threads, store. Each process uses its own
+        `threads`, `segment_bytes`, `shard_bytes` and `store`; the other fields of the first process count for all.
     on_event
-        Called with every event of this process.
+        Called with every event. It is told only the events of this process.
     """
 
     def __init__(

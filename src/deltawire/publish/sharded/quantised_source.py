@@ -17,7 +17,7 @@ from ...tensors.casting import Casts
 from ..quantising import refuse_nonfinite
 from .agreed_scales import AgreedScales, ShardQuantisers
 from .division import Division, Edge, Parts, Splitter, Tails, elements_of
-from .group_scales import is_on_gpu
+from .group_scales import chooses_group_scales
 from .ranges import ElementRange
 from .shares import Share
 
@@ -105,7 +105,7 @@ class QuantisedSource:
         elif output.role == "codes":
             is_as_held = self._rows_read_in_place(output) is not None
         else:
-            is_as_held = self._scales.is_on_gpu(output)
+            is_as_held = self._scales.was_chosen_on_gpu(output)
         start, stop = self._division.range_of(name, self._rank)
         return 0 if is_as_held else (stop - start) * output.dtype.itemsize
 
@@ -143,24 +143,20 @@ class QuantisedSource:
             return None
         rows = start // each, stop // each
         source = self._held[weight.source].elements
-        if (
-            not torch_types.is_torch(source)
-            or torch_types.gpu_of(source) is None
-            or not share.rows[0] <= rows[0] < rows[1] <= share.rows[1]
-        ):
+        if torch_types.gpu_holding(source) is None or not share.rows[0] <= rows[0] < rows[1] <= share.rows[1]:
             return None
         from ...quantise.gpu.quantised_codes import rows_can_be_quantised_as_read
 
         return rows if rows_can_be_quantised_as_read(self._layout.recipe, share.shard(self._held, rows)) else None
 
     def _unwritten(self, asked: Sequence[tuple[Output, ElementRange]]) -> Parts:
-        """Return what stands for the codes of rows, which kernels make when they encode them."""
+        """Return rows of weights in place of their codes, which kernels make when they encode them."""
         shares = [self._shares[output.weight.module] for output, _ in asked if output.weight is not None]
         shards = [share.shard(self._held, rows) for share, (_, rows) in zip(shares, asked, strict=True)]
         scales = [self._scales.scales_of(share, rows) for share, (_, rows) in zip(shares, asked, strict=True)]
         found: Parts = {}
         for quantiser, own in self._quantisers.by_device(shards):
-            assert is_on_gpu(quantiser)
+            assert chooses_group_scales(quantiser)
             itemsize = asked[own[0]][0].dtype.itemsize
             made = quantiser.unwritten_codes(self._layout.recipe, [shards[each] for each in own], [scales[each] for each in own], itemsize)
             for each, bits in zip(own, made, strict=True):
@@ -210,7 +206,7 @@ class QuantisedSource:
         """Return an array on the device of the weight that it belongs to."""
         assert output.weight is not None
         source = self._held[output.weight.source].elements
-        if not torch_types.is_torch(source) or torch_types.gpu_of(source) is None:
+        if torch_types.gpu_holding(source) is None:
             return array
         return torch_types.to_torch(np.array(array)).to(source.device)
 

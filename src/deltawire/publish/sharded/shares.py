@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ...codec.bits import in_host_memory, on_gpu
 from ...quantise.layout import QuantisedWeight
 from ...quantise.row_shards import RowShard
-from ...tensors.bits import TensorPart, tensor_bits, typed
+from ...tensors.bits import Tensor, TensorPart, tensor_bits, typed
 from .ranges import ElementRange
 
 
@@ -46,11 +45,13 @@ class Share:
         return RowShard(weight.source, weight.dtype, rows_of_all[start - matrix * outer : stop - matrix * outer], first)
 
 
-def _typed(name: str, elements: Any) -> Any:
+def _typed(name: str, elements: Tensor) -> Tensor:
     """Return elements in host memory as a NumPy array, and others as they are."""
     tensor = tensor_bits(name, elements)
-    return elements.detach() if on_gpu(tensor.bits) else typed(in_host_memory(tensor.bits), tensor.dtype)
+    if isinstance(elements, np.ndarray) or not on_gpu(tensor.bits):
+        return typed(in_host_memory(tensor.bits), tensor.dtype)
+    return elements.detach()
 
 
-def _contiguous(array: Any) -> Any:
+def _contiguous(array: Tensor) -> Tensor:
     return np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.contiguous()

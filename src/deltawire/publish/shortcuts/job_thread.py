@@ -63,7 +63,7 @@ class JobThread:
             self._changed.wait_for(self._is_idle, seconds)
 
     def abandon(self) -> None:
-        """End the thread after the job that runs now, and do not wait for it. Its result does not count, and is not logged."""
+        """End the thread after the job that runs now, and do not wait for it. The result of that job does not count, and is not logged."""
         with self._changed:
             self._closing = self._abandoned = True
             self._jobs.clear()

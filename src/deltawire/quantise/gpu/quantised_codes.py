@@ -68,7 +68,7 @@ class ScaleQuantiser(GpuQuantiser):
 
 def rows_can_be_quantised_as_read(recipe: Recipe, shard: RowShard) -> bool:
     """Tell whether the codec's kernels can quantise rows on a GPU where they are. They must not begin within a block."""
-    rows, height = shard.rows, recipe.block.rows or 1
+    rows, height = shard.rows_on_gpu, recipe.block.rows or 1
     return bool(
         rows.is_contiguous() and rows.shape[1] % _VECTOR == 0 and rows.data_ptr() % _ALIGNMENT == 0 and shard.first_row % height == 0
     )
@@ -83,7 +83,7 @@ def can_be_quantised_as_read(weights: Iterable[QuantisedWeight], state: State, d
         address = addresses.get(weight.source)
         if address is None:
             source: Any = state.get(weight.source)
-            if not (torch_types.is_torch(source) and torch_types.gpu_of(source) == device and source.is_contiguous()):
+            if torch_types.gpu_holding(source) != device or not source.is_contiguous():
                 return False
             address = addresses[weight.source] = source.data_ptr()
         if (address + weight.first_row * weight.columns * weight.dtype.itemsize) % _ALIGNMENT:

@@ -119,7 +119,7 @@ class GpuQuantiser:
         recipe, weights
             As for `quantise_weights`.
         makes_codes
-            Whether codes are written. If not, `QuantisedBits` can stand for them.
+            Whether codes are written. If not, `QuantisedBits` can take their place.
         makes_scales
             Whether scales are written. They need not be if no codes are written, they have one byte each, and rows follow each other.
         """
@@ -212,7 +212,7 @@ class GpuQuantiser:
         for column, tensors in (("scales", [scale for scale, _ in each]), ("global_scale", [number for _, number in each])):
             table[column] = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
             held += [tensor for tensor in tensors if tensor is not None]
-        sizes = [shard.rows.numel() // (1 if recipe.element == "e4m3" else 2) for shard in shards]
+        sizes = [shard.rows_on_gpu.numel() // (1 if recipe.element == "e4m3" else 2) for shard in shards]
         codes = [self._gpu.empty(size, torch.uint8) for size in sizes]
         table["codes"] = [tensor.data_ptr() for tensor in codes]
         table["aligned"] &= table["codes"] % 8 == 0
@@ -220,7 +220,7 @@ class GpuQuantiser:
         return [tensor.view(_CODE_TYPES[recipe.element]).view(len(shard.rows), -1) for tensor, shard in zip(codes, shards, strict=True)]
 
     def unwritten_codes(self, recipe: Recipe, shards: Sequence[RowShard], scales: Sequence[Scales], itemsize: int) -> list[QuantisedBits]:
-        """Return what stands for the codes of shards on this GPU, for given scales. Kernels make them when they encode.
+        """Return weights in place of the codes of shards on this GPU, for given scales. Kernels make them when they encode.
 
         Parameters
         ----------
@@ -380,7 +380,7 @@ def _units(recipe: Recipe, rows: NDArray[np.int64], columns: NDArray[np.int64], 
 def _shard_table(shards: Sequence[RowShard]) -> NDArray[Any]:
     """Return where the rows of shards are, as kernels read it."""
     found = np.zeros(len(shards), _WEIGHT)
-    rows = [shard.rows for shard in shards]
+    rows = [shard.rows_on_gpu for shard in shards]
     found["data"] = [each.data_ptr() for each in rows]
     found["stride"] = strides = np.array([each.stride(0) * each.element_size() for each in rows], np.int64)
     found["rows"], found["columns"] = [each.shape[0] for each in rows], [each.shape[1] for each in rows]

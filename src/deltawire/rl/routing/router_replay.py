@@ -97,7 +97,7 @@ class RouterReplay:
         experts
             The experts as integers, with the shape [..., layers, top k]. The dimensions before are those of the tokens in the model's
             input: [rows, columns] for a padded batch, [tokens] for a packed one. The layers are those with routers, or all layers. A row
-            with −1 stands for a decision that was not recorded.
+            with −1 is a decision that was not recorded.
         attention
             The attention mask of the input. Tokens that it leaves out are not counted, and keep the model's own routing.
         """

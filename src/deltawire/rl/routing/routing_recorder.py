@@ -18,7 +18,7 @@ def layout_of_model(model: Any) -> RoutingLayout | None:
     try:
         with RouterReplay(model) as replay:
             return RoutingLayout(replay.experts, replay.top_k, replay.layers)
-    except UnsupportedRouting:  # an engine may know them all the same
+    except UnsupportedRouting:  # an engine may still know them
         config = getattr(model, "config", None)
         routers = None if config is None else routers_of(config.to_dict(), (name for name, _ in model.named_parameters()))
         return None if routers is None else routers.layout

@@ -406,7 +406,7 @@ class ResumeOnce:
 
 
 class _IgnoresAnswers:
-    """Stands for a sender that does not wait for answers."""
+    """Takes the place of a sender, and waits for no answers."""
 
     def __init__(self, process: Process) -> None:
         self.process = process

@@ -27,7 +27,7 @@ from .virtual_loop import VirtualLoop
 
 _KNOWN = 10_000
 _MOST_ROWS = 2
-"""The most rows of a segment, so that more answers wait than one file holds whenever the store is away for a while."""
+"""The most rows of a row log, so that more answers wait than one file holds whenever the store is away for a while."""
 
 
 def quiet(event: Event) -> None:

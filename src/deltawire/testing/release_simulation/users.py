@@ -39,7 +39,7 @@ class Users:
     random: Random
 
     def ask(self) -> None:
-        """Let a user ask something, unless no gateway or no engine is there."""
+        """Let a user ask something, if there is a gateway and an engine."""
         world, random = self.world, self.random
         gateways = [one for one in world.gateways if one.is_up]
         if not gateways:

@@ -19,7 +19,7 @@ _START = 1_600_000_000
 
 
 class VirtualTime:
-    """Stands for the module `time` in the code of gateways."""
+    """Takes the place of the module `time` in the code of gateways."""
 
     def __init__(self) -> None:
         self.kernel = Kernel()

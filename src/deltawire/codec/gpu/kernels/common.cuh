@@ -73,7 +73,7 @@ struct Quantised {
 
 // A tensor. Its tiles, and its elements, are numbered over all tensors of a call.
 struct Tensor {
-    const u8* base;  // null stands for zeros
+    const u8* base;  // null means zeros
     const u8* next;  // encoding only
     u64 seed;
     u64 count;

@@ -121,10 +121,10 @@ __device__ __forceinline__ Masters masters_of(const Tensor* x, u64 offset) {
     if (WIDTH == 4 && !q.scales) m.changed = q.changed[offset / TILE];
     return m;
 }
-// The values that the warp prepares for a unit while the unit is fetched. A span is as many consecutive elements as certainly share a scale: lane i has the scales of
-// spans i and i + 32, as they are stored. If the number of elements in a span is 0, spans are not regular, and every vector looks for its own scale.
+// The values that the warp prepares for a unit while the unit is fetched. A range is as many consecutive elements as certainly share a scale: lane i has the scales of
+// ranges i and i + 32, as they are stored. If the number of elements in a range is 0, ranges are not regular, and every vector looks for its own scale.
 struct UnitScales {
-    u32 span;
+    u32 range;
     u32 stored[WIDTH == 4 ? 2 : 1];
 };
 __device__ __forceinline__ UnitScales load_scales(const Masters& m, u64 first, u32 count, u32 lane) {
@@ -133,7 +133,7 @@ __device__ __forceinline__ UnitScales load_scales(const Masters& m, u64 first, u
     UnitScales out = {};
 #if WIDTH == 8
     if (q.columns % 128 || q.flags & MAKES_SCALES) return out;
-    out.span = 128;
+    out.range = 128;
     const u32 at = min(lane % 8 * 128, (count - 1) / 128 * 128);
     if (q.kind == FP8_TENSOR) {
         out.stored[0] = q.source == F32 ? *(const u32*)q.scales : *(const u16*)q.scales;
@@ -143,7 +143,7 @@ __device__ __forceinline__ UnitScales load_scales(const Masters& m, u64 first, u
     if (q.kind == FP8_CHANNEL) out.stored[0] = q.source == F32 ? ((const u32*)q.scales)[p.row] : ((const u16*)q.scales)[p.row];
     else out.stored[0] = ((const u32*)q.scales)[p.row / 128 * q.width + p.column / 128];
 #else
-    out.span = q.group;
+    out.range = q.group;
     if (!m.scales) return out;  // all scales are chosen again
     const u32 last = (count - 1) / q.group;
     const u64 group = first / q.group;
@@ -176,17 +176,17 @@ __device__ __forceinline__ void store_codes(u8* stage, u32 e, uint2 codes) {
     else if (V * WIDTH == 32) *(u32*)to = codes.x;
     else *(uint2*)to = codes;
 }
-// Quantises a unit whose spans are regular, with divisors that are all fast.
+// Quantises a unit whose ranges are regular, with divisors that are all fast.
 template <u32 S, u32 E, bool ROUNDS>
-__device__ __forceinline__ void quantise_spans(u8* stage, const u8* masters, const quantised::Divisor by[2], u32 span, u32 count, u32 lane) {
+__device__ __forceinline__ void quantise_ranges(u8* stage, const u8* masters, const quantised::Divisor by[2], u32 range, u32 count, u32 lane) {
     using namespace quantised;
     constexpr u32 V = S == F32 ? 4 : 8;
-    const u32 shift = 31 - __clz(span);
+    const u32 shift = 31 - __clz(range);
 #pragma unroll 4
     for (u32 i = 0; i < UNIT / V / 32; ++i) {
         const u32 piece = 32 * i + lane, e = piece * V, number = e >> shift;
         Divisor mine = {1.0f, __shfl_sync(ALL, by[0].reciprocal, number), __shfl_sync(ALL, by[0].low, number), true};
-        if (WIDTH == 4 && span == 16 && i >= UNIT / V / 64) {  // spans 32 … 63
+        if (WIDTH == 4 && range == 16 && i >= UNIT / V / 64) {  // ranges 32 … 63
             mine.reciprocal = __shfl_sync(ALL, by[1].reciprocal, number);
             mine.low = __shfl_sync(ALL, by[1].low, number);
         }
@@ -240,7 +240,7 @@ __device__ __forceinline__ void make_scales(u8* stage, const u8* base, const Mas
         *(uint4*)(stage + at) = known ? *(const uint4*)(base + at) : make_uint4(0, 0, 0, 0);
     }
     __syncwarp();
-    // Bit i stands for 1,024 weights.
+    // Each bit tells about 1,024 weights.
     const u64 tile = first * q.group / TILE;
     u32 changed = ALL;
     if (known) {
@@ -263,21 +263,21 @@ __device__ __forceinline__ void quantise_unit(u8* stage, const u8* masters, cons
     using namespace quantised;
     constexpr u32 V = S == F32 ? 4 : 8;
     const Quantised& q = m.how;
-    if (scales.span) {
+    if (scales.range) {
 #if WIDTH == 4
         if (m.changed >> (first / UNIT % UNITS) & 1) choose_scales<S>(scales.stored, masters, m, first, count, lane);
 #endif
         Divisor by[2] = {stored_divisor<S>(q, scales.stored[0], m.global), {}};
         bool fast = by[0].fast;
-        if (WIDTH == 4 && scales.span == 16) by[1] = stored_divisor<S>(q, scales.stored[WIDTH == 4], m.global), fast &= by[1].fast;
+        if (WIDTH == 4 && scales.range == 16) by[1] = stored_divisor<S>(q, scales.stored[WIDTH == 4], m.global), fast &= by[1].fast;
         if (!__any_sync(ALL, !fast)) {
 #if WIDTH == 8
-            if (S != F32 && q.kind >= FP8_CHANNEL) quantise_spans<S, E4M3, true>(stage, masters, by, scales.span, count, lane);
-            else quantise_spans<S, E4M3, false>(stage, masters, by, scales.span, count, lane);
+            if (S != F32 && q.kind >= FP8_CHANNEL) quantise_ranges<S, E4M3, true>(stage, masters, by, scales.range, count, lane);
+            else quantise_ranges<S, E4M3, false>(stage, masters, by, scales.range, count, lane);
 #else
-            if (q.kind == INT4_GROUPS) quantise_spans<S, INT4, true>(stage, masters, by, scales.span, count, lane);
-            else if (q.kind == NVFP4) quantise_spans<S, E2M1, false>(stage, masters, by, scales.span, count, lane);
-            else quantise_spans<S, E2M1, true>(stage, masters, by, scales.span, count, lane);
+            if (q.kind == INT4_GROUPS) quantise_ranges<S, INT4, true>(stage, masters, by, scales.range, count, lane);
+            else if (q.kind == NVFP4) quantise_ranges<S, E2M1, false>(stage, masters, by, scales.range, count, lane);
+            else quantise_ranges<S, E2M1, true>(stage, masters, by, scales.range, count, lane);
 #endif
             return;
         }

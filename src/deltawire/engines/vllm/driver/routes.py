@@ -327,7 +327,7 @@ class VllmRoutes:
         """
         return self.call_workers("deltawire_quarantine", reason)
 
-    def lease(self, seconds: float) -> None:
+    def pause_lease(self, seconds: float) -> None:
         """Let the server continue by itself if a pause that begins now lasts longer than this. engine_holds.py tells when it does."""
         self.call_workers("deltawire_lease", seconds)
 

@@ -318,7 +318,7 @@ class ServerReplica:
                 return
             deltas = [hop for hop in hops if hop.source != "fence"]  # a fence makes no version: the next hop starts from the one before it
             if context.in_one and len(deltas) > 1 and not self._server.one_call:
-                self._load(target, context)  # another sidecar may find the server between two updates, and its lease may end there
+                self._load(target, context)  # another sidecar may find the server between two updates, and its pause lease may end there
                 return
             for part in [deltas] if context.in_one and deltas else [[hop] for hop in deltas]:
                 self._take(part, context)

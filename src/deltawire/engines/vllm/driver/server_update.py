@@ -16,7 +16,7 @@ from ....format.records.version_records import Commit
 from ...base import KvCache
 from .routes import EngineUnreachable, PauseMode, RouteFailed, SwapAnswer, VllmRoutes, WorkerStatus
 
-_LEASE_SECONDS = 60.0
+_PAUSE_LEASE_SECONDS = 60.0
 """A server that is paused by its routes, and that nobody resumes, looks after this time whether it can continue."""
 
 
@@ -51,7 +51,7 @@ class PausableServer:
         self.unended_update: str | None = None
         """Why it stays paused, and what to do, if a program has paused it for an update and has not ended that."""
         self._tells_pauses = False
-        self._grants_leases = False
+        self._grants_pause_leases = False
         self.is_held = False
         """True if the server waits for its first version, so that only a swap may resume it."""
         self.http_calls = 0
@@ -61,7 +61,7 @@ class PausableServer:
         """Take from the status of the workers how this server swaps. Raises `EngineAsleep` if its memory is not resident."""
         self.one_call = self._may_call_once and all(worker.get("one_call", False) for worker in workers)
         self.is_held = any(worker.get("held") for worker in workers)
-        self._grants_leases = all("held" in worker for worker in workers)
+        self._grants_pause_leases = all("held" in worker for worker in workers)
         self.note_pause(workers)
         if any(worker.get("asleep", False) for worker in workers):
             raise EngineAsleep("the server is asleep, so its weights cannot be changed.")
@@ -86,22 +86,22 @@ class PausableServer:
 
     def stop(self) -> None:
         """Pause the server, and end its requests, until a swap is made."""
-        if self._grants_leases:
-            self.routes.lease(_LEASE_SECONDS)
+        if self._grants_pause_leases:
+            self.routes.pause_lease(_PAUSE_LEASE_SECONDS)
         self.routes.pause("abort", clear_cache=True)
 
     def pause(self, kv_cache: KvCache) -> None:
         self.kv_cache = kv_cache
-        takes_lease = self._grants_leases and not self.one_call
+        takes_pause_lease = self._grants_pause_leases and not self.one_call
         if not self.one_call:
             self.must_resume = not self.stays_paused
-        if takes_lease and (self._mode != "wait" or self._tells_pauses):  # with an older plugin, it would end while requests are finished
-            self.routes.lease(_LEASE_SECONDS)
+        if takes_pause_lease and (self._mode != "wait" or self._tells_pauses):  # with an older plugin, it would end during requests
+            self.routes.pause_lease(_PAUSE_LEASE_SECONDS)
         self._requests_before = self.routes.requests
         if not self.one_call:
             self.routes.pause(self._mode, clear_cache=kv_cache is KvCache.DROP)
-        if takes_lease and self._mode == "wait":  # the requests took a part of the lease
-            self.routes.lease(_LEASE_SECONDS)
+        if takes_pause_lease and self._mode == "wait":  # the requests took a part of the pause lease
+            self.routes.pause_lease(_PAUSE_LEASE_SECONDS)
 
     def resume(self) -> None:
         try:

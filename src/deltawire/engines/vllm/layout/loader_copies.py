@@ -539,11 +539,3 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     elif not isinstance(values, (tuple, list)):
         return []
     return [tensor for value in values for tensor in _tensors(value)]
-
-
-def parameters_by_module(parameters: Iterable[RawParameter]) -> Mapping[int, list[RawParameter]]:
-    """Return raw parameters by the identity of their modules."""
-    found: dict[int, list[RawParameter]] = {}
-    for parameter in parameters:
-        found.setdefault(id(parameter.module), []).append(parameter)
-    return found

@@ -1,4 +1,4 @@
-"""While the store is away for long, answers wait in segments that fit into one file each. Larger ones become several files."""
+"""While the store is away for long, answers wait in row logs that fit into one file each. Larger ones become several files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def answers(scene: Scene, count: int) -> list[str]:
     return [scene.chat()[2]["x-deltawire-inference-id"] for _ in range(count)]
 
 
-def rows_of(journal: Path) -> list[int]:
-    """Return how many rows each segment has."""
+def row_counts(journal: Path) -> list[int]:
+    """Return how many rows each row log has."""
     return [path.read_bytes().count(b'"completions":') for path in sorted(journal.glob("*/rows-*.log"))]
 
 
@@ -53,7 +53,7 @@ def test_answers_that_wait_for_the_store_become_files_of_bounded_size(
 
 
 @pytest.mark.parametrize("limit", ["rows", "bytes", "interactions", "file"])
-def test_a_segment_that_is_too_large_for_one_file_becomes_several(
+def test_a_row_log_that_is_too_large_for_one_file_becomes_several(
     limit: str, policy: TinyPolicy, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = ScriptedEngine(str(policy.first.seq))
@@ -62,7 +62,7 @@ def test_a_segment_that_is_too_large_for_one_file_becomes_several(
             without_uploads.setattr(Uploads, "step", lambda self: None)
             with gateway(store, tmp_path, url) as scene:
                 names = answers(scene, 11)
-        assert rows_of(tmp_path / "journal") == [11]
+        assert row_counts(tmp_path / "journal") == [11]
         if limit == "rows":
             monkeypatch.setattr(module, "MOST_ROWS", 3)
         elif limit == "bytes":
