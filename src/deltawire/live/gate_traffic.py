@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..errors import UnusableGate
 from ..format.feedback import FeedbackFile
-from ..format.interactions import AnswerFacts, Interaction, Interactions
+from ..format.interactions import Interaction, Interactions
 from ..format.records.gate_records import ChannelPosition
 from ..format.records.live_records import Metric
 from .gate_rules import Range
@@ -21,8 +21,8 @@ from .rules.join import GRANULARITY, StoredFeedback
 from .rules.revisions import FEWEST_REVISIONS, MOST_REVISIONS, least_needed
 from .sequential_test import Sample
 
-LENGTH, REFUSAL, BAD_TOOL_CALLS = "length", "refusal", "bad_tool_calls"
-FACTS = {LENGTH: Range(0.0, 2048.0), REFUSAL: Range(0.0, 1.0), BAD_TOOL_CALLS: Range(0.0, 1.0)}
+LENGTH, REFUSAL, BAD_TOOL_CALLS, DIVERTED = "length", "refusal", "bad_tool_calls", "diverted"
+FACTS = {LENGTH: Range(0.0, 2048.0), REFUSAL: Range(0.0, 1.0), BAD_TOOL_CALLS: Range(0.0, 1.0), DIVERTED: Range(0.0, 1.0)}
 """The facts about an answer that need no feedback, and their ranges."""
 MOST_ANSWERS = 200_000
 """The most answers of one canary, and as many of stable, that are kept. Later ones do not count."""
@@ -89,9 +89,18 @@ class _Answer:
     index: tuple[str, int, int]
     """The session, the number of the file and the index in the file, which order answers that were stored at the same time."""
 
+    @property
+    def order(self) -> tuple[float, tuple[str, int, int]]:
+        """Answers were stored in this order."""
+        return self.stored, self.index
+
 
 class CanaryTraffic:
     """The answers of both channels since a canary began. Answers of other versions or channels are left out.
+
+    An answer that a user got from another channel, because no engine of the user's own could answer, counts for neither channel, except for
+    the fact "diverted" of the user's own. There it counts from the first answer of that channel on: before, its engines were fetching the
+    version.
 
     Parameters
     ----------
@@ -119,6 +128,7 @@ class CanaryTraffic:
         self._groups = {canary.channel: (True, canary), stable.channel: (False, stable)}
         self._by_user = by_user
         self._answers: list[_Answer] = []
+        self._diverted: list[_Answer] = []
         self._counts = {True: 0, False: 0}
         self._metrics = {metric.name: metric for metric in metrics}
         self._opinions: dict[tuple[str, str], dict[str | None, dict[str, StoredFeedback]]] = {}
@@ -142,15 +152,21 @@ class CanaryTraffic:
             The store's time of the file, in seconds.
         """
         for index, (interaction, completion) in enumerate(zip(file.interactions, file.rollouts.completions, strict=True)):
-            is_canary, position = self._groups.get(interaction.channel or "", (False, None))
+            diverted_from = interaction.diverted_from
+            is_canary, position = self._groups.get(diverted_from or interaction.channel or "", (False, None))
             if position is None or self._counts[is_canary] >= MOST_ANSWERS:
+                continue
+            place = (file.gateway, file.number, index)
+            if diverted_from is not None:
+                if len(self._diverted) < MOST_ANSWERS:
+                    self._diverted.append(_Answer(is_canary, interaction, stored, place))
                 continue
             target = position.target
             claimed = file.rollouts.versions.get(target.seq)
             if {span.seq for span in completion.spans} != {target.seq} or claimed is None or claimed.digest != target.digest:
                 continue
             self._counts[is_canary] += 1
-            self._answers.append(_Answer(is_canary, interaction, stored, (file.gateway, file.number, index)))
+            self._answers.append(_Answer(is_canary, interaction, stored, place))
 
     def add_feedback(self, file: FeedbackFile, stored: float) -> None:
         """Add the feedback of a file. If a caller sends several with one id, the first that was stored counts.
@@ -220,7 +236,9 @@ class CanaryTraffic:
 
     def _settled(self, source: Source) -> Iterator[tuple[_Answer, float]]:
         """Yield each answer that the source has a value for, and when its value is final. An episode counts as its first answer."""
-        if source.metric is None:
+        if source.metric is None and source.name == DIVERTED:
+            yield from ((answer, answer.stored) for answer in self._requests())
+        elif source.metric is None:
             yield from ((answer, answer.stored) for answer in self._answers)
         elif source.metric.level == "inference":
             yield from ((answer, answer.stored + source.wait) for answer in self._answers if answer.interaction.choice == 0)
@@ -230,14 +248,24 @@ class CanaryTraffic:
                 if answer.interaction.episode is not None:
                     episode = (answer.interaction.caller, answer.interaction.episode)
                     first, settled = episodes.get(episode, (answer, answer.stored))
-                    episodes[episode] = (min(first, answer, key=lambda each: (each.stored, each.index)), max(settled, answer.stored))
+                    episodes[episode] = (min(first, answer, key=lambda each: each.order), max(settled, answer.stored))
             yield from ((first, last + source.wait) for first, last in episodes.values())
+
+    def _requests(self) -> Iterator[_Answer]:
+        """Yield one answer to each request, also diverted ones: those that came after an answer of the user's own channel."""
+        own = [answer for answer in self._answers if answer.interaction.choice == 0]
+        first = {group: min((each.order for each in own if each.is_canary is group), default=None) for group in (True, False)}
+        yield from own
+        for answer in self._diverted:
+            begun = first[answer.is_canary]
+            if answer.interaction.choice == 0 and begun is not None and answer.order > begun:
+                yield answer
 
     def _sample(self, answer: _Answer, source: Source, settled: float) -> Sample | None:
         """Return the value of an answer. Return None if it has none."""
         given = None if source.metric is None else self._given(answer.interaction, source.metric, settled)
         if source.metric is None:
-            value = _fact(source.name, answer.interaction.facts)
+            value = _fact(source.name, answer.interaction)
         else:
             value = source.metric.default if given is None else source.metric.number(given.feedback.value)
         return None if value is None else Sample(answer.is_canary, value, is_default=source.metric is not None and given is None)
@@ -250,8 +278,11 @@ class CanaryTraffic:
         return max(given, key=lambda each: each.rank, default=None)
 
 
-def _fact(name: str, facts: AnswerFacts) -> float | None:
+def _fact(name: str, interaction: Interaction) -> float | None:
     """Return a fact about an answer. Return None if it does not apply."""
+    facts = interaction.facts
+    if name == DIVERTED:
+        return float(interaction.diverted_from is not None)
     calls = facts.tool_calls + facts.bad_tool_calls
     if name == BAD_TOOL_CALLS:
         return facts.bad_tool_calls / calls if calls else None

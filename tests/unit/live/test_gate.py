@@ -300,6 +300,47 @@ def test_a_monitor_rolls_a_canary_back_that_users_like(monitor, canary):
     assert chain.target("canary") == 2
 
 
+DIVERTED = GatePolicy((Limit.parse("solved:-0.2", must_hold=True), Limit.parse("diverted:+0.05", must_hold=False)), min_answers=20)
+
+
+def hard_prompts(every):
+    """Return answers of both channels, and of stable to those users of the canary whose prompts are hard. Hard ones are never solved."""
+    found = []
+    for number in range(600):
+        is_hard = number % every == 0
+        found.append(Answered("stable", 2, not is_hard))
+        found.append(Answered("stable", 2, False, diverted_from="canary") if is_hard else Answered("canary", 3, True))
+    return found
+
+
+def test_a_canary_that_leaves_hard_prompts_to_others_is_rolled_back():
+    chain = GatedChain()
+    chain.answer([Answered("canary", 3, True)])
+    chain.answer(hard_prompts(3))
+    chain.pass_time(61)
+    chain.tick()
+    record = chain.gate(DIVERTED).look().record
+    assert record.outcome == "rollback"
+    solved, diverted = record.limits
+    assert (solved.canary.count, solved.stable.count) == (401, 600)  # the answers to diverted users are nobody's
+    assert (diverted.verdict, diverted.canary.count, diverted.stable.count, diverted.stable.mean) == ("broken", 601, 600, 0)
+    assert diverted.canary.mean * diverted.canary.count == 200
+    assert record.answers == 401
+
+
+def test_requests_that_are_diverted_before_a_canary_begins_do_not_count():
+    chain = GatedChain()
+    chain.answer([Answered("stable", 2, False, diverted_from="canary"), Answered("stable", 2, True)] * 300)
+    chain.pass_time(1)
+    chain.answer([Answered("canary", 3, True), Answered("stable", 2, True)] * 300)
+    chain.answer([Answered("stable", 2, False, diverted_from="canary"), Answered("stable", 2, True, diverted_from="beta")])
+    chain.pass_time(61)
+    chain.tick()
+    record = chain.gate(DIVERTED).look().record
+    assert (record.limits[1].canary.count, record.limits[1].stable.count) == (301, 600)
+    assert record.outcome == "promote"
+
+
 def test_an_evaluation_is_made_once_and_is_evidence():
     chain = GatedChain()
     evaluations = Evaluations()
