@@ -43,6 +43,7 @@ class Answered:
     user: str | None = None
     episode: str | None = None
     caller: str | None = None
+    diverted_from: str | None = None
 
 
 class GatedChain:
@@ -141,6 +142,7 @@ class GatedChain:
                 each.user,
                 each.channel,
                 each.caller,
+                diverted_from=each.diverted_from,
             )
             for each, identifier in zip(answers, ids, strict=True)
         )

@@ -121,6 +121,25 @@ def test_every_field_is_needed_and_none_is_unknown(kind: Any, data: bytes, error
         kind.parse(edited(data, lambda plain: plain.update(version=3)))
 
 
+def test_only_a_file_with_a_diverted_answer_is_of_version_2() -> None:
+    data = replace(INTERACTIONS, interactions=(PLAIN, replace(FULL, diverted_from="beta"))).to_bytes()
+    assert json.loads(DATA[8:HEAD])["version"] == 1  # readers of older releases can read it
+    record = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert record["version"] == 2
+    assert [one.diverted_from for one in Interactions.parse(data).interactions] == [None, "beta"]
+    assert Interactions.parse(data).to_bytes() == data
+    for lie in ({"version": 1}, {"interactions": [record["interactions"][0]] * 2}):
+        with pytest.raises(CorruptInteractions):
+            Interactions.parse(with_record(spelled(record | lie)))
+    for wrong in ("", "../x", FULL.channel):
+        with pytest.raises(CorruptInteractions):
+            replace(INTERACTIONS, interactions=(PLAIN, replace(FULL, diverted_from=wrong))).to_bytes()
+    with pytest.raises(CorruptInteractions, match="version 2"):
+        Interactions.parse(edited(DATA, lambda plain: plain.update(version=2)))
+    with pytest.raises(CorruptInteractions):
+        Interactions.parse(edited(DATA, lambda plain: (plain.update(version=2), plain["interactions"][0].update(diverted_from=None))))
+
+
 def _first(**changes: Any) -> Callable[[dict[str, Any]], object]:
     return lambda plain: plain.get("interactions", plain.get("feedback", plain.get("metrics")))[0].update(changes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from live_samples import ID
@@ -14,6 +15,7 @@ from deltawire.format.feedback import Feedback
 from deltawire.format.records.live_records import Metric
 from deltawire.live.rules.join import Pending, StoredFeedback
 from deltawire.live.rules.join_table import JoinTable
+from deltawire.live.rules.revisions import MOST_REVISIONS
 
 METRICS = (
     Metric("thumbs", window=20, default=0.5, weight=2.0),
@@ -69,7 +71,13 @@ def all_feedback(draw: Any) -> list[StoredFeedback]:
 def reference(pending: list[Pending], given: list[StoredFeedback]) -> dict[LiveItem, float]:
     """Return the reward of each interaction that has one, written as the rules read, without any of the code that is tested."""
     first: dict[tuple[str | None, str], StoredFeedback] = {}
-    for one in sorted(given, key=lambda one: (one.stored, one.index)):
+    useful = [
+        one
+        for one in given
+        if (one.feedback.metric == "thumbs" and one.feedback.inference is not None and type(one.feedback.value) is bool)
+        or (one.feedback.metric == "rating" and one.feedback.episode is not None and one.feedback.value in (0.25, 0.75))
+    ]
+    for one in sorted(useful, key=lambda one: (one.stored, one.index)):
         first.setdefault((one.feedback.caller, one.feedback.id), one)
     kept: dict[tuple[str, int], Pending] = {}
     for each in sorted(pending, key=lambda each: (each.stored, each.item)):
@@ -154,6 +162,58 @@ def test_a_table_has_a_limit_and_drops_feedback_without_an_interaction_first() -
     assert table.counts["dropped"] == 3
     [joined] = table.ripe(100.0)
     assert joined.values == {"thumbs": 1.0}
+
+
+def thumbs(number: int, stored: float, value: bool = True, **more: Any) -> StoredFeedback:
+    feedback = Feedback(ID(1000 + number), more.pop("metric", "thumbs"), more.pop("value", value), **{"inference": ID(1), **more})
+    return StoredFeedback(feedback, stored, ("gw.0", number, 0))
+
+
+JUNK = [{"metric": "other"}, {"metric": "unused"}, {"value": "so so"}, {"value": 7.0}, {"inference": None, "episode": ID(101)}]
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=str)
+def test_feedback_that_can_give_no_reward_takes_nobodys_place(junk: dict[str, Any]) -> None:
+    table = JoinTable(METRICS, most_feedback=10)
+    table.add_feedback(thumbs(0, 0.0))
+    for number in range(1, 2000):
+        table.add_feedback(thumbs(number, 0.5, **junk))
+    table.add_feedback(thumbs(2000, 1.0, False, revision=1))
+    table.add_interaction(Pending(LiveItem("gw.0", 0, 0), "k", ID(1), 0, 0.0, (0, 0), 1, 1, episode=ID(101)))
+    assert [one.values for one in table.ripe(100.0)] == [{"thumbs": 0.0}]
+    assert (table.feedback, table.counts["unused"], table.counts["dropped"]) == (2, 1999, 0)
+
+
+def test_the_last_revision_counts_however_many_there_are() -> None:
+    """The window ends at 20: later revisions are too late. The one before counts, and so does one that stood for long."""
+    table = JoinTable(METRICS)
+    table.add_interaction(Pending(LiveItem("gw.0", 0, 0), "k", ID(1), 0, 0.0, (0, 0), 1, 1))
+    for number in range(5000):
+        table.add_feedback(thumbs(number, number / 500, number == 4999))
+    table.add_feedback(thumbs(5000, 15.0, False))
+    table.add_feedback(thumbs(5001, 19.0))
+    for number in range(5002, 9000):
+        table.add_feedback(thumbs(number, 20.5 + number / 5000, False))
+    assert table.feedback == MOST_REVISIONS
+    assert [one.values for one in table.ripe(100.0)] == [{"thumbs": 1.0}]
+
+
+@pytest.mark.parametrize("others_are_first", [False, True])
+def test_only_the_caller_that_sends_too_much_loses_feedback(others_are_first: bool) -> None:
+    table = JoinTable(METRICS, most_feedback=400)
+    flood = [thumbs(number, 10.0 + number / 1e4, caller="loud", inference=ID(number % 10 + 1)) for number in range(5000)]
+    others = [thumbs(9000 + number, 5.0, False, caller="quiet", inference=ID(number % 100 + 200)) for number in range(200)]
+    for one in [*others, *flood] if others_are_first else [*flood, *others]:
+        table.add_feedback(one)
+    table.ripe(0.0)
+    kept = [given for number in range(200, 300) for given in table.given_to(_waiting(ID(number), "quiet"))]
+    assert len(kept) == 200
+    assert table.feedback <= 400
+    assert all(table.given_to(_waiting(ID(number), "loud")) for number in range(1, 11))
+
+
+def _waiting(name: str, caller: str) -> Pending:
+    return Pending(LiveItem("gw.0", 0, 0), "k", name, 0, 0.0, (0, 0), 1, 1, caller=caller)
 
 
 def test_feedback_stays_when_an_earlier_interaction_replaces_a_repeated_one() -> None:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from live_samples import FEEDBACK, INTERACTIONS, METRICS
+from live_samples import FEEDBACK, FULL, INTERACTIONS, METRICS, PLAIN
 from thorough import examples
 
 from deltawire.errors import CorruptFeedback, CorruptInteractions, CorruptRecord, UnsupportedVersion
@@ -22,6 +23,7 @@ from deltawire.format.records.live_records import Metrics
 
 KINDS: list[tuple[Any, bytes, Any]] = [
     (Interactions, INTERACTIONS.to_bytes(), CorruptInteractions),
+    (Interactions, replace(INTERACTIONS, interactions=(PLAIN, replace(FULL, diverted_from="beta"))).to_bytes(), CorruptInteractions),
     (FeedbackFile, FEEDBACK.to_bytes(), CorruptFeedback),
     (Metrics, METRICS.to_bytes(), CorruptRecord),
 ]

@@ -109,7 +109,7 @@ BREAKAGES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str, int]] = {
     "interactions are used again": (forget_what_was_used, "as step", 1),
     "nothing remembers what swept rounds used": (sweep_rounds_without_a_list, "as step", 48),
     "consent does not count": (ignore_consent, "without consent", 0),
-    "windows end early": (end_windows_early, "instead of", 25),
+    "windows end early": (end_windows_early, "instead of", 107),
     "an old revision counts": (take_the_lowest_revision, "instead of", 17),
     "the clock of a gateway counts": (trust_the_clocks_of_gateways, "instead of", 29),
     "late feedback counts": (count_late_feedback, "instead of", 0),

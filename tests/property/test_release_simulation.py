@@ -134,7 +134,7 @@ def move_without_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def promote_every_canary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "decide", lambda *arguments: Decision("promote", "it looks good"))
+    monkeypatch.setattr(gate_module, "decide", lambda *arguments, **options: Decision("promote", "it looks good"))
 
 
 def overwrite_moves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ Entry i of the record describes completion i of the rollouts. So everything that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,17 +107,15 @@ class AnswerFacts:
         return {"refusal": int(self.refusal), **counts}
 
     @classmethod
-    def of(cls, fields: Fields, *, may_lack_text: bool = True) -> AnswerFacts:
+    def of(cls, fields: Fields) -> AnswerFacts:
         """Return the facts that an object in a record describes.
 
         Parameters
         ----------
         fields
             The fields of the object.
-        may_lack_text
-            Whether it may have only the length.
         """
-        if may_lack_text and not fields.has("refusal"):
+        if not fields.has("refusal"):
             length = fields.integer("length")
             fields.done()
             if length > MAX_COUNT:
@@ -169,6 +167,8 @@ class Interaction:
         Short texts by short names.
     text
         The conversation and the answer as text, after redaction; None if they are not kept.
+    diverted_from
+        The channel of the user, if no engine of it could answer, so that one of another channel did. None if the user's channel answered.
     """
 
     id: str
@@ -187,6 +187,7 @@ class Interaction:
     caller: str | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     text: ConversationText | None = None
+    diverted_from: str | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the interaction as JSON values."""
@@ -196,18 +197,17 @@ class Interaction:
         if self.text is not None:
             text = {"messages": [[one.role, one.content] for one in self.text.messages], "answer": self.text.answer}
         rest = {"train": int(self.train), "facts": self.facts.plain(), "caller": self.caller, "tags": dict(self.tags), "text": text}
-        return {**own, **drawn, **rest}
+        diverted = {} if self.diverted_from is None else {"diverted_from": self.diverted_from}
+        return {**own, **drawn, **rest, **diverted}
 
     @classmethod
-    def of(cls, fields: Fields, *, version: int = 2) -> Interaction:
+    def of(cls, fields: Fields) -> Interaction:
         """Return the interaction that an object in a record describes.
 
         Parameters
         ----------
         fields
             The fields of the object.
-        version
-            The version of the record.
         """
         found = cls(
             id=fields.matching("id", INFERENCE_ID),
@@ -218,7 +218,7 @@ class Interaction:
             train=read_flag(fields, "train"),
             temperature=read_number(fields, "temperature"),
             top_p=read_number(fields, "top_p"),
-            facts=AnswerFacts.of(fields.object("facts"), may_lack_text=version > 1),
+            facts=AnswerFacts.of(fields.object("facts")),
             episode=fields.nullable("episode", lambda name: fields.matching(name, ANY_ID)),
             choice=fields.integer("choice"),
             user=fields.nullable("user", lambda name: fields.matching(name, HASH)),
@@ -226,10 +226,13 @@ class Interaction:
             caller=fields.nullable("caller", lambda name: fields.matching(name, READER)),
             tags=read_tags(fields),
             text=fields.nullable("text", lambda name: _read_text(fields.object(name))),
+            diverted_from=fields.matching("diverted_from", READER) if fields.has("diverted_from") else None,
         )
         fields.done()
         if found.choice > MAX_CHOICE or found.temperature < 0 or not 0 < found.top_p <= 1:
             fields.refuse(f"choice is at most {MAX_CHOICE}, temperature at least 0, top_p in (0, 1]")
+        if found.diverted_from is not None and found.diverted_from == found.channel:
+            fields.refuse("diverted_from is another channel than channel")
         return found
 
 
@@ -264,11 +267,9 @@ class Interactions:
     def to_bytes(self) -> bytes:
         """Return the file. Raises `CorruptInteractions` or `CorruptRollouts` if `parse` would refuse it, or `LimitExceeded`."""
         own = {"run": self.run, "gateway": self.gateway, "number": self.number}
-        version = 1 if all(one.facts.has_text for one in self.interactions) else 2
         try:
-            record = dump(
-                {"deltawire": "interactions", "version": version, **own, "interactions": [one.plain() for one in self.interactions]}
-            )
+            listed = [one.plain() for one in self.interactions]
+            record = dump({"deltawire": "interactions", "version": _version(self.interactions), **own, "interactions": listed})
         except (TypeError, ValueError) as error:
             raise CorruptInteractions(f"these interactions cannot be written ({error}).") from None
         data = b"".join([len(record).to_bytes(_LENGTH_BYTES, "little"), record, self.rollouts.to_bytes()])
@@ -300,16 +301,15 @@ class Interactions:
         length = int.from_bytes(data[:_LENGTH_BYTES], "little")
         if not _LENGTH_BYTES + length < len(data) <= MAX_INTERACTIONS_BYTES:
             raise CorruptRecord(f"it has {len(data):,} bytes, and says that its record has {length:,}.")
-        record = data[_LENGTH_BYTES : _LENGTH_BYTES + length]
-        fields = Fields.parse(record, "interactions", limit=MAX_INTERACTIONS_RECORD, versions=(1, 2))
+        fields = Fields.parse(data[_LENGTH_BYTES : _LENGTH_BYTES + length], "interactions", limit=MAX_INTERACTIONS_RECORD, versions=(1, 2))
         run, gateway, number = fields.matching("run", NONCE), fields.matching("gateway", GATEWAY_SESSION), fields.integer("number")
         listed = fields.objects("interactions")
         if not 1 <= len(listed) <= MAX_INTERACTIONS:
             fields.refuse(f"it lists {len(listed):,} interactions instead of 1 to {MAX_INTERACTIONS:,}")
-        found = tuple(Interaction.of(inner, version=fields.version) for inner in listed)
+        found = tuple(Interaction.of(inner) for inner in listed)
         fields.done()
-        if fields.version > 1 and all(one.facts.has_text for one in found):
-            fields.refuse("it has all facts, and is not of version 1")
+        if fields.version != _version(found):
+            fields.refuse("version 2 is for interactions of which one has diverted_from, or facts without a text")
         if len({(one.id, one.choice) for one in found}) != len(found):
             fields.refuse("an interaction occurs twice")
         rollouts = Rollouts.parse(data[_LENGTH_BYTES + length :], LIMITS)
@@ -319,6 +319,11 @@ class Interactions:
         if attempt != (0, 0, 0) or rollouts.reward_names:
             fields.refuse("its rollouts have a task or rewards")
         return cls(number, found, rollouts)
+
+
+def _version(interactions: Sequence[Interaction]) -> int:
+    """Return the version of a record with these interactions: 1 whenever a reader of version 1 can read it."""
+    return 1 if all(one.diverted_from is None and one.facts.has_text for one in interactions) else 2
 
 
 def _read_text(fields: Fields) -> ConversationText:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
@@ -112,7 +113,7 @@ class Endpoint:
             caller = Caller() if self._is_open else self._gateway.keys.caller(headers)
             if caller.only_feedback and not self._is_feedback:
                 raise KeyRefused("this API key is only for feedback.")
-            with self._gateway.counted() as memory:
+            with self._gateway.counted(caller) as memory:
                 await self._handler(scope, headers, caller, memory, receiving, sending)
         except CallerGone:
             return
@@ -176,6 +177,7 @@ class GatewayApp:
         self.on_event = on_event
         self._memory, self._metrics = memory, metrics
         self._requests = 0
+        self._requests_of: Counter[str | None] = Counter()
         self._routes = ""
 
     def build(self) -> Any:
@@ -196,16 +198,24 @@ class GatewayApp:
         return Origins(app, self._options.origins, self.names) if self._options.origins else app
 
     @contextlib.contextmanager
-    def counted(self) -> Iterator[Reservation]:
-        """Count a request inside the context, and yield the reservation of its memory. Raises `GatewayBusy` if there are too many."""
+    def counted(self, caller: Caller) -> Iterator[Reservation]:
+        """Count a request inside the context, and yield the reservation of its memory.
+
+        Raises `GatewayBusy` if there are too many requests, of all callers or of this one. Without API keys all requests are of one caller,
+        who may use the whole gateway.
+        """
         if self._requests >= self._options.most_requests:
             raise GatewayBusy(f"the gateway has {self._requests:,} requests at once.")
+        if caller.name is not None and self._requests_of[caller.name] >= self._options.requests_per_caller:
+            raise GatewayBusy(f"the caller {caller.name} has {self._requests_of[caller.name]:,} requests at once.")
         self._requests += 1
+        self._requests_of[caller.name] += 1
         try:
             with self._memory.reservation() as reserved:
                 yield reserved
         finally:
             self._requests -= 1
+            self._requests_of[caller.name] -= 1
 
     async def _answer(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
         raw = await read_body(receive, headers, self._options.most_bytes, memory=memory)

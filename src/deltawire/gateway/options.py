@@ -102,6 +102,8 @@ class GatewayOptions:
         are refused with status 503.
     most_requests
         The most requests at the same time.
+    requests_per_caller
+        The most requests at the same time of one owner of API keys, so that no caller keeps all others out.
     known_ids
         The most interactions that the gateway remembers for feedback. Each takes about 300 bytes.
     store_seconds
@@ -129,6 +131,7 @@ class GatewayOptions:
     most_bytes: int = 32 << 20
     memory_bytes: int = 1 << 30
     most_requests: int = 2048
+    requests_per_caller: int = 1024
     known_ids: int = 200_000
     store_seconds: float = 30.0
     strict_metrics: bool = False
@@ -147,6 +150,6 @@ class GatewayOptions:
             raise ValueError("user_key needs at least 16 bytes")
         if (
             min(self.patience, self.probe, self.flush, self.store_seconds) <= 0
-            or min(self.most_bytes, self.memory_bytes, self.most_requests) < 1
+            or min(self.most_bytes, self.memory_bytes, self.most_requests, self.requests_per_caller) < 1
         ):
             raise ValueError("times and limits must be positive")

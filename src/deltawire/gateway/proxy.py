@@ -27,12 +27,16 @@ from .recording.inline_answers import InlineAnswer
 from .recording.recorder import MOST_COPY, Recorder, Recording
 
 _MOST_LOSSES = 3
-"""A request that was being answered by this many engines when they were lost may itself be the reason."""
+"""A request that was being answered by this many engines when they failed or were lost may itself be the reason."""
 _REFUSALS = (429, 502, 503, 504)
 """An engine that answers so cannot answer now."""
 _ENDS = (b"data: [DONE]", b"event: response.completed", b"event: response.incomplete")
 """One of these is in the last event of a stream."""
 _PASSED_ON = ("accept", "traceparent", "tracestate", "x-session-id")
+
+
+class _Failed(Exception):
+    """An engine has answered with status 500, so it runs. Another one may do better."""
 
 
 class Proxy:
@@ -62,10 +66,10 @@ class Proxy:
     async def answer(self, asked: AskedFor, raw: bytes, headers: Headers, send: Send) -> None:
         """Answer a request. Raises a `GatewayError` if nothing was sent to the caller."""
         start = time.perf_counter()
-        channel = self._channels.channel_of(asked.user or asked.episode or asked.id)
+        asked.channel = self._channels.channel_of(asked.user or asked.episode or asked.id)
         avoided, losses = None, 0
         while True:
-            engine = await self._pool.take(channel, avoided)
+            engine = await self._pool.take(asked.channel, avoided)
             try:
                 is_last = losses >= _MOST_LOSSES - 1 or time.perf_counter() - start > self._patience
                 if await self._attempt(engine, asked, raw, headers, send, is_last=is_last):
@@ -80,19 +84,19 @@ class Proxy:
                     )
                     return
                 await asyncio.sleep(0.05)  # it refuses at present, and others may too
+            except _Failed:
+                losses += 1  # the request may be the reason, so the engine gets others
             except NoAnswer as lost:
                 losses += lost.was_sent
                 self._pool.lost(engine, lost)
                 if losses >= _MOST_LOSSES:
-                    raise EnginesAway(
-                        f"{losses} engines were lost while they answered this request; of the last one: {lost.short}."
-                    ) from None
+                    raise EnginesAway(f"{losses} engines failed while they answered this request; of the last one: {lost.short}.") from None
             finally:
                 self._pool.give_back(engine)
             avoided = engine
 
     async def _attempt(self, engine: PooledEngine, asked: AskedFor, raw: bytes, headers: Headers, send: Send, *, is_last: bool) -> bool:
-        """Try one engine. Returns False if it refuses at present. Raises `NoAnswer` if it does not answer."""
+        """Try one engine. Returns False if it refuses at present. Raises `_Failed`, and `NoAnswer` if it does not answer."""
         recording = self._recorder.begin(asked, engine)
         try:
             return await self._pass_on(engine, asked, raw, headers, send, recording, is_last=is_last)
@@ -120,9 +124,9 @@ class Proxy:
         body = with_own_fields(asked, raw, inline=inline is not None)
         response = await self._pool.client.post(engine.address.url + route, body, own)
         try:
-            if not is_last and response.status in (*_REFUSALS, 500):
-                if response.status == 500:
-                    raise NoAnswer("it answered with status 500", was_sent=True)
+            if not is_last and response.status == 500:
+                raise _Failed
+            if not is_last and response.status in _REFUSALS:
                 return False
             told = self._headers(asked, engine)
             if response.status == 200 and response.kind.startswith("text/event-stream"):

@@ -260,7 +260,7 @@ class Gate:
             began,
             records,
             TrafficReader(self._log.store, self._log.run.id, since=began, on_event=self._on_event),
-            CanaryTraffic(canary, stable, by_user=options.by_user),
+            CanaryTraffic(canary, stable, [each.metric for each in self._sources if each.metric is not None], by_user=options.by_user),
             newest,
             began if newest is None else max(began, newest.stored),
             evaluation=None if newest is None else newest.record.evaluation,
@@ -275,10 +275,14 @@ class Gate:
         for opinions in watch.reader.feedback():  # after `now` is known: all feedback from before it is found
             watch.traffic.add_feedback(opinions.file, opinions.stored)
         self._evaluate(watch)
-        limits = zip(self._policy.limits, self._sources, strict=True)
-        findings = tuple(judge(limit, watch.traffic.samples(source, watch.now), source.values, self._policy) for limit, source in limits)
+        findings, silent = [], []
+        for limit, source in zip(self._policy.limits, self._sources, strict=True):
+            samples = watch.traffic.samples(source, watch.now)
+            findings.append(judge(limit, samples, source.values, self._policy))
+            if samples and all(each.is_default for each in samples):
+                silent.append(limit.text)
         age = watch.now - watch.began
-        decision = decide(self._policy, findings, watch.evaluation, watch.traffic.canary_answers, age)
+        decision = decide(self._policy, findings, watch.evaluation, watch.traffic.canary_answers, age, silent=silent)
         return GateRecord(
             id=self._log.run.id,
             number=0 if watch.newest is None else watch.newest.record.number + 1,
@@ -290,7 +294,7 @@ class Gate:
             answers=watch.traffic.canary_answers,
             age=int(age * 1000),
             evaluation=watch.evaluation,
-            limits=findings,
+            limits=tuple(findings),
             time=int(self._clock() * 1000),
             nonce=secrets.token_hex(16),
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -161,8 +161,8 @@ class Decision:
     why: str
 
 
-def judge(limit: Limit, samples: Iterable[Sample], values: Range, policy: GatePolicy) -> LimitFinding:
-    """Judge one limit.
+def judge(limit: Limit, samples: Sequence[Sample], values: Range, policy: GatePolicy) -> LimitFinding:
+    """Judge one limit. It is open as long as every value is the default of the metric: nobody has said anything about either group.
 
     Parameters
     ----------
@@ -187,7 +187,9 @@ def judge(limit: Limit, samples: Iterable[Sample], values: Range, policy: GatePo
         holds, broken, low, high = proof.high < limit.offset, disproof.low > limit.offset, disproof.low, proof.high
     else:
         holds, broken, low, high = proof.low > limit.offset, disproof.high < limit.offset, proof.low, disproof.high
-    verdict = "open" if blocks.canary.count < policy.min_answers else "holds" if holds else "broken" if broken else "open"
+    is_silent = all(each.is_default for each in samples)
+    is_early = blocks.canary.count < policy.min_answers
+    verdict = "open" if is_early or is_silent else "holds" if holds else "broken" if broken else "open"
     canary, stable = _mean(blocks.canary), _mean(blocks.stable)
     return LimitFinding(limit.text, limit.must_hold, canary, stable, len(blocks.differences), low, high, verdict)
 
@@ -197,7 +199,13 @@ def _mean(group: Group) -> GroupMean:
 
 
 def decide(
-    policy: GatePolicy, findings: Sequence[LimitFinding], evaluation: EvaluationResult | None, canary_answers: int, age: float
+    policy: GatePolicy,
+    findings: Sequence[LimitFinding],
+    evaluation: EvaluationResult | None,
+    canary_answers: int,
+    age: float,
+    *,
+    silent: Collection[str] = (),
 ) -> Decision:
     """Decide what happens to a canary.
 
@@ -213,6 +221,8 @@ def decide(
         The number of answers that the canary has given.
     age
         Seconds since the canary began to serve.
+    silent
+        The limits for whose metrics there was no feedback at all, as text.
     """
     if policy.evaluate and evaluation is not None:
         if evaluation.passed is False:
@@ -222,7 +232,7 @@ def decide(
     broken = [finding for finding in findings if finding.verdict == "broken"]
     if broken:
         return Decision("rollback", "; ".join(_describe(finding) for finding in broken))
-    missing = _missing(policy, findings, evaluation, canary_answers, age)
+    missing = _missing(policy, findings, evaluation, canary_answers, age, silent)
     if not missing:
         proofs = [_describe(finding) for finding in findings if finding.verdict == "holds"]
         if policy.evaluate and evaluation is not None:
@@ -234,13 +244,20 @@ def decide(
 
 
 def _missing(
-    policy: GatePolicy, findings: Sequence[LimitFinding], evaluation: EvaluationResult | None, canary_answers: int, age: float
+    policy: GatePolicy,
+    findings: Sequence[LimitFinding],
+    evaluation: EvaluationResult | None,
+    canary_answers: int,
+    age: float,
+    silent: Collection[str],
 ) -> str:
     """Return what a promotion still needs, or an empty text."""
     needs = []
     if policy.evaluate and (evaluation is None or not evaluation.passed):
         needs.append("the evaluation has not passed yet")
-    needs += [f"{finding.limit} is not proved" for finding in findings if finding.must_hold and finding.verdict == "open"]
+    for finding in findings:
+        if finding.must_hold and finding.verdict == "open":
+            needs.append(f"{finding.limit} is not proved{', because there is no feedback for it' if finding.limit in silent else ''}")
     if findings and canary_answers < policy.min_answers:  # even if all limits are monitors, which would see no answers
         needs.append(f"the canary has given {canary_answers} of {policy.min_answers} answers")
     if age < policy.min_seconds:

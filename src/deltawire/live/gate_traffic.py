@@ -2,6 +2,8 @@
 
 An answer counts for a metric once the metric's window is over for it, and only with the feedback that was stored within the window. If an
 answer counted as soon as its feedback came, answers with quick feedback would count more. So no value ever changes after it has counted.
+
+Feedback for metrics that the gate does not compare, or with values that they cannot have, takes no place.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ from ..format.records.gate_records import ChannelPosition
 from ..format.records.live_records import Metric
 from .gate_rules import Range
 from .rules.join import GRANULARITY, StoredFeedback
+from .rules.revisions import FEWEST_REVISIONS, MOST_REVISIONS, least_needed
 from .sequential_test import Sample
 
-LENGTH, REFUSAL, BAD_TOOL_CALLS = "length", "refusal", "bad_tool_calls"
-FACTS = {LENGTH: Range(0.0, 2048.0), REFUSAL: Range(0.0, 1.0), BAD_TOOL_CALLS: Range(0.0, 1.0)}
+LENGTH, REFUSAL, BAD_TOOL_CALLS, DIVERTED = "length", "refusal", "bad_tool_calls", "diverted"
+FACTS = {LENGTH: Range(0.0, 2048.0), REFUSAL: Range(0.0, 1.0), BAD_TOOL_CALLS: Range(0.0, 1.0), DIVERTED: Range(0.0, 1.0)}
 """The facts about an answer that need no feedback, and their ranges."""
 MOST_ANSWERS = 200_000
 """The most answers of one canary, and as many of stable, that are kept. Later ones do not count."""
 MOST_FEEDBACK = 1_000_000
+"""The most feedback that is kept. Above that, revisions are dropped where there are most; then only further revisions count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +89,18 @@ class _Answer:
     index: tuple[str, int, int]
     """The session, the number of the file and the index in the file, which order answers that were stored at the same time."""
 
+    @property
+    def order(self) -> tuple[float, tuple[str, int, int]]:
+        """Answers were stored in this order."""
+        return self.stored, self.index
+
 
 class CanaryTraffic:
     """The answers of both channels since a canary began. Answers of other versions or channels are left out.
+
+    An answer that a user got from another channel, because no engine of the user's own could answer, counts for neither channel, except for
+    the fact "diverted" of the user's own. There it counts from the first answer of that channel on: before, its engines were fetching the
+    version.
 
     Parameters
     ----------
@@ -95,17 +108,33 @@ class CanaryTraffic:
         The current move of the canary's channel.
     stable
         The current move of the other channel.
+    metrics
+        The metrics that are compared.
     by_user
         Whether only the first answer of each user counts, because the answers of one user resemble each other.
+    most_feedback
+        The most feedback that is kept.
     """
 
-    def __init__(self, canary: ChannelPosition, stable: ChannelPosition, *, by_user: bool = False) -> None:
+    def __init__(
+        self,
+        canary: ChannelPosition,
+        stable: ChannelPosition,
+        metrics: Iterable[Metric] = (),
+        *,
+        by_user: bool = False,
+        most_feedback: int = MOST_FEEDBACK,
+    ) -> None:
         self._groups = {canary.channel: (True, canary), stable.channel: (False, stable)}
         self._by_user = by_user
         self._answers: list[_Answer] = []
+        self._diverted: list[_Answer] = []
         self._counts = {True: 0, False: 0}
-        self._opinions: dict[tuple[str, str], dict[tuple[str | None, str], StoredFeedback]] = {}
+        self._metrics = {metric.name: metric for metric in metrics}
+        self._opinions: dict[tuple[str, str], dict[str | None, dict[str, StoredFeedback]]] = {}
+        """By the id of the answer or episode and the metric; then by the caller; then by the id of the feedback."""
         self._opinion_count = 0
+        self._most_feedback, self._most_revisions = most_feedback, MOST_REVISIONS
 
     @property
     def canary_answers(self) -> int:
@@ -123,15 +152,21 @@ class CanaryTraffic:
             The store's time of the file, in seconds.
         """
         for index, (interaction, completion) in enumerate(zip(file.interactions, file.rollouts.completions, strict=True)):
-            is_canary, position = self._groups.get(interaction.channel or "", (False, None))
+            diverted_from = interaction.diverted_from
+            is_canary, position = self._groups.get(diverted_from or interaction.channel or "", (False, None))
             if position is None or self._counts[is_canary] >= MOST_ANSWERS:
+                continue
+            place = (file.gateway, file.number, index)
+            if diverted_from is not None:
+                if len(self._diverted) < MOST_ANSWERS:
+                    self._diverted.append(_Answer(is_canary, interaction, stored, place))
                 continue
             target = position.target
             claimed = file.rollouts.versions.get(target.seq)
             if {span.seq for span in completion.spans} != {target.seq} or claimed is None or claimed.digest != target.digest:
                 continue
             self._counts[is_canary] += 1
-            self._answers.append(_Answer(is_canary, interaction, stored, (file.gateway, file.number, index)))
+            self._answers.append(_Answer(is_canary, interaction, stored, place))
 
     def add_feedback(self, file: FeedbackFile, stored: float) -> None:
         """Add the feedback of a file. If a caller sends several with one id, the first that was stored counts.
@@ -144,15 +179,34 @@ class CanaryTraffic:
             The store's time of the file, in seconds.
         """
         for index, feedback in enumerate(file.feedback):
-            opinions = self._opinions.setdefault((feedback.inference or feedback.episode or "", feedback.metric), {})
-            name = (feedback.caller, feedback.id)
+            metric = self._metrics.get(feedback.metric)
+            if metric is None or metric.level != feedback.target[0] or metric.number(feedback.value) is None:
+                continue
             given = StoredFeedback(feedback, stored, (file.gateway, file.number, index))
-            before = opinions.get(name)
+            callers = self._opinions.get((feedback.target[1], metric.name), {})
+            revisions = callers.get(feedback.caller, {})
+            before = revisions.get(feedback.id)
             if before is not None:
-                opinions[name] = min(before, given, key=lambda one: one.order)
-            elif self._opinion_count < MOST_FEEDBACK:
-                opinions[name] = given
+                revisions[feedback.id] = min(before, given, key=lambda one: one.order)
+            elif revisions or self._opinion_count < self._most_feedback:
+                revisions[feedback.id] = given
+                self._opinions.setdefault((feedback.target[1], metric.name), callers)[feedback.caller] = revisions
                 self._opinion_count += 1
+                self._thin(revisions)
+                self._shrink()
+
+    def _thin(self, revisions: dict[str, StoredFeedback]) -> None:
+        while len(revisions) > self._most_revisions:
+            del revisions[least_needed(revisions.values()).feedback.id]
+            self._opinion_count -= 1
+
+    def _shrink(self) -> None:
+        """Keep fewer revisions, for good, if there is too much feedback."""
+        while self._opinion_count >= self._most_feedback and self._most_revisions > FEWEST_REVISIONS:
+            self._most_revisions //= 2
+            for callers in self._opinions.values():
+                for revisions in callers.values():
+                    self._thin(revisions)
 
     def samples(self, source: Source, now: float) -> list[Sample]:
         """Return the values of all answers that count, in an order that does not depend on the values.
@@ -168,21 +222,23 @@ class CanaryTraffic:
         found = []
         for answer, settled in self._settled(source):
             if source.metric is None or settled + GRANULARITY <= now:
-                value = self._value(answer, source, settled)
-                if value is not None:
-                    found.append((settled, answer, value))
+                sample = self._sample(answer, source, settled)
+                if sample is not None:
+                    found.append((settled, answer, sample))
         found.sort(key=lambda each: (each[0], each[1].index))
         users, samples = set(), []
-        for _, answer, value in found:
+        for _, answer, sample in found:
             user = answer.interaction.user if self._by_user else None
             if user is None or user not in users:
                 users.add(user)
-                samples.append(Sample(answer.is_canary, value))
+                samples.append(sample)
         return samples
 
     def _settled(self, source: Source) -> Iterator[tuple[_Answer, float]]:
         """Yield each answer that the source has a value for, and when its value is final. An episode counts as its first answer."""
-        if source.metric is None:
+        if source.metric is None and source.name == DIVERTED:
+            yield from ((answer, answer.stored) for answer in self._requests())
+        elif source.metric is None:
             yield from ((answer, answer.stored) for answer in self._answers)
         elif source.metric.level == "inference":
             yield from ((answer, answer.stored + source.wait) for answer in self._answers if answer.interaction.choice == 0)
@@ -192,24 +248,44 @@ class CanaryTraffic:
                 if answer.interaction.episode is not None:
                     episode = (answer.interaction.caller, answer.interaction.episode)
                     first, settled = episodes.get(episode, (answer, answer.stored))
-                    episodes[episode] = (min(first, answer, key=lambda each: (each.stored, each.index)), max(settled, answer.stored))
+                    episodes[episode] = (min(first, answer, key=lambda each: each.order), max(settled, answer.stored))
             yield from ((first, last + source.wait) for first, last in episodes.values())
 
-    def _value(self, answer: _Answer, source: Source, settled: float) -> float | None:
-        interaction, facts = answer.interaction, answer.interaction.facts
+    def _requests(self) -> Iterator[_Answer]:
+        """Yield one answer to each request, also diverted ones: those that came after an answer of the user's own channel."""
+        own = [answer for answer in self._answers if answer.interaction.choice == 0]
+        first = {group: min((each.order for each in own if each.is_canary is group), default=None) for group in (True, False)}
+        yield from own
+        for answer in self._diverted:
+            begun = first[answer.is_canary]
+            if answer.interaction.choice == 0 and begun is not None and answer.order > begun:
+                yield answer
+
+    def _sample(self, answer: _Answer, source: Source, settled: float) -> Sample | None:
+        """Return the value of an answer. Return None if it has none."""
+        given = None if source.metric is None else self._given(answer.interaction, source.metric, settled)
         if source.metric is None:
-            if not facts.has_text and source.name != LENGTH:
-                return None
-            calls = facts.tool_calls + facts.bad_tool_calls
-            if source.name == BAD_TOOL_CALLS:
-                return facts.bad_tool_calls / calls if calls else None
-            return float(facts.length if source.name == LENGTH else facts.refusal)
-        target = interaction.id if source.metric.level == "inference" else interaction.episode or ""
-        number = source.metric.number
-        counting = [
-            each
-            for each in self._opinions.get((target, source.name), {}).values()
-            if each.stored <= settled and each.feedback.caller in (None, interaction.caller) and number(each.feedback.value) is not None
-        ]
-        best = max(counting, key=lambda each: each.rank, default=None)
-        return source.metric.default if best is None else number(best.feedback.value)
+            value = _fact(source.name, answer.interaction)
+        else:
+            value = source.metric.default if given is None else source.metric.number(given.feedback.value)
+        return None if value is None else Sample(answer.is_canary, value, is_default=source.metric is not None and given is None)
+
+    def _given(self, interaction: Interaction, metric: Metric, settled: float) -> StoredFeedback | None:
+        """Return the feedback that counts for a metric of an interaction, among that which was stored until then."""
+        target = interaction.id if metric.level == "inference" else interaction.episode or ""
+        callers = self._opinions.get((target, metric.name), {})
+        given = [each for caller in {None, interaction.caller} for each in callers.get(caller, {}).values() if each.stored <= settled]
+        return max(given, key=lambda each: each.rank, default=None)
+
+
+def _fact(name: str, interaction: Interaction) -> float | None:
+    """Return a fact about an answer. Return None if it does not apply, or if the gateway did not have the text."""
+    facts = interaction.facts
+    if name == DIVERTED:
+        return float(interaction.diverted_from is not None)
+    if not facts.has_text and name != LENGTH:
+        return None
+    calls = facts.tool_calls + facts.bad_tool_calls
+    if name == BAD_TOOL_CALLS:
+        return facts.bad_tool_calls / calls if calls else None
+    return float(facts.length if name == LENGTH else facts.refusal)

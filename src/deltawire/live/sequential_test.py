@@ -43,10 +43,13 @@ class Sample:
         Whether the answer came through the canary.
     value
         The value.
+    is_default
+        Whether nobody gave the value: it is the default of its metric.
     """
 
     is_canary: bool
     value: float
+    is_default: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from gated_chain import POLICY, SOLVED, Answered, GatedChain
 
 from deltawire import SigningKey
 from deltawire.errors import CorruptRecord, SignatureInvalid, UnusableGate
-from deltawire.format.feedback import Feedback
-from deltawire.format.interactions import AnswerFacts
-from deltawire.format.records.gate_records import EvaluationResult
+from deltawire.format.feedback import Feedback, FeedbackFile
+from deltawire.format.interactions import AnswerFacts, Interactions
+from deltawire.format.records.gate_records import ChannelPosition, EvaluationResult
 from deltawire.format.records.live_records import Metric
 from deltawire.live.gate_rules import GatePolicy, Limit, Range
+from deltawire.live.gate_traffic import CanaryTraffic, Source
 from deltawire.store import live_keys
 
 EPISODES = "0190a0b0-c0d0-4000-9000-{:012x}".format
@@ -168,6 +169,58 @@ def test_an_answer_without_feedback_counts_only_with_a_default():
     assert (found.canary.count, found.stable.count) == (1, 0)
 
 
+def test_defaults_alone_promote_nothing():
+    """The values of a judge are in the memory of a trainer, so a gate sees only the default of the metric."""
+    chain = GatedChain()
+    policy = GatePolicy((Limit.parse("solved:-0.05", must_hold=True),), min_answers=20)
+    gate = chain.gate(policy)
+    ids = chain.answer([Answered("canary", 3), Answered("stable", 2)] * 1000)
+    chain.pass_time(61)
+    chain.tick()
+    record = gate.look().record
+    assert record.limits[0].low > -0.05  # the numbers prove it
+    assert (record.limits[0].verdict, record.outcome) == ("open", "continue")
+    assert record.why == "solved:-0.05 is not proved, because there is no feedback for it"
+    chain.put_feedback([Feedback(chain.new_id(), "solved", False, inference=ids[0])])  # too late to count
+    assert gate.look().record.limits[0].verdict == "open"
+    chain.answer([Answered("canary", 3, True)])
+    chain.pass_time(61)
+    chain.tick()
+    assert gate.look().record.outcome == "promote"
+
+
+JUNK = [{"metric": "other"}, {"value": "so so"}, {"value": 1.0}, {"inference": None, "episode": EPISODES(1)}, {"caller": "loud"}]
+
+
+@pytest.mark.parametrize("junk", JUNK, ids=str)
+def test_a_flood_of_feedback_takes_nobodys_place(junk):
+    chain = GatedChain()
+    position = ChannelPosition("canary", 0, chain.chain.reader("canary").newest().target)
+    traffic = CanaryTraffic(position, dataclasses.replace(position, channel="stable"), [SOLVED], most_feedback=100)
+    about = {"metric": "solved", "value": True, "inference": chain.new_id(), **junk}
+    flood = [Feedback(chain.new_id(), **about) for _ in range(1000)]
+    ids = [chain.new_id() for _ in range(90)]
+    told = [Feedback(chain.new_id(), "solved", True, inference=name) for name in ids]
+    traffic.add_feedback(FeedbackFile(chain.run, chain.session, 0, tuple(flood)), 1.0)
+    traffic.add_feedback(FeedbackFile(chain.run, chain.session, 1, tuple(told)), 2.0)
+    chain.put_interactions([Answered("canary", 3)] * 90, ids)
+    [stored] = chain.store.list("live/interactions/")
+    traffic.add_interactions(Interactions.parse(chain.store.get(stored.key, limit=1 << 20)), 3.0)
+    samples = traffic.samples(Source.find("solved", [SOLVED]), 100.0)
+    assert [sample.value for sample in samples] == [1.0] * 90
+
+
+def test_the_last_of_many_revisions_counts():
+    chain = GatedChain()
+    [name] = chain.answer([Answered("canary", 3)])
+    for number in range(500):
+        chain.put_feedback([Feedback(chain.new_id(), "solved", number == 499, inference=name)])
+        chain.pass_time(0.1)
+    chain.pass_time(61)
+    chain.tick()
+    assert chain.gate().look().record.limits[0].canary.mean == 1.0
+
+
 def test_only_answers_of_the_versions_and_channels_at_hand_count():
     chain = GatedChain()
     chain.answer([Answered("canary", 2, True), Answered("stable", 3, True), Answered("beta", 3, True), Answered(None, 2, True)])
@@ -256,6 +309,47 @@ def test_answers_whose_text_the_gateway_had_lost_count_only_with_their_length():
     found = chain.gate(policy, ranges={"length": Range(0.0, 100.0)}, dry_run=True).look().record.limits
     assert [each.canary.count for each in found[-3:]] == [3, 1, 1]
     assert [each.stable.count for each in found[-3:]] == [3, 1, 1]
+
+
+DIVERTED = GatePolicy((Limit.parse("solved:-0.2", must_hold=True), Limit.parse("diverted:+0.05", must_hold=False)), min_answers=20)
+
+
+def hard_prompts(every):
+    """Return answers of both channels, and of stable to those users of the canary whose prompts are hard. Hard ones are never solved."""
+    found = []
+    for number in range(600):
+        is_hard = number % every == 0
+        found.append(Answered("stable", 2, not is_hard))
+        found.append(Answered("stable", 2, False, diverted_from="canary") if is_hard else Answered("canary", 3, True))
+    return found
+
+
+def test_a_canary_that_leaves_hard_prompts_to_others_is_rolled_back():
+    chain = GatedChain()
+    chain.answer([Answered("canary", 3, True)])
+    chain.answer(hard_prompts(3))
+    chain.pass_time(61)
+    chain.tick()
+    record = chain.gate(DIVERTED).look().record
+    assert record.outcome == "rollback"
+    solved, diverted = record.limits
+    assert (solved.canary.count, solved.stable.count) == (401, 600)  # the answers to diverted users are nobody's
+    assert (diverted.verdict, diverted.canary.count, diverted.stable.count, diverted.stable.mean) == ("broken", 601, 600, 0)
+    assert diverted.canary.mean * diverted.canary.count == 200
+    assert record.answers == 401
+
+
+def test_requests_that_are_diverted_before_a_canary_begins_do_not_count():
+    chain = GatedChain()
+    chain.answer([Answered("stable", 2, False, diverted_from="canary"), Answered("stable", 2, True)] * 300)
+    chain.pass_time(1)
+    chain.answer([Answered("canary", 3, True), Answered("stable", 2, True)] * 300)
+    chain.answer([Answered("stable", 2, False, diverted_from="canary"), Answered("stable", 2, True, diverted_from="beta")])
+    chain.pass_time(61)
+    chain.tick()
+    record = chain.gate(DIVERTED).look().record
+    assert (record.limits[1].canary.count, record.limits[1].stable.count) == (301, 600)
+    assert record.outcome == "promote"
 
 
 def test_an_evaluation_is_made_once_and_is_evidence():

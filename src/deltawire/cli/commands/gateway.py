@@ -147,6 +147,12 @@ def gateway(
             help="Refuse requests that would make all requests together take more memory than this.",
         ),
     ] = 1 << 30,
+    requests_per_caller: Annotated[
+        int,
+        typer.Option(
+            "--requests-per-caller", min=1, metavar="N", help="Refuse requests of a caller of --keys who has this many, of 2,048 of all."
+        ),
+    ] = 1024,
     trust: TrustOption = None,
     run: RunOption = None,
     json: JsonLinesOption = False,
@@ -183,6 +189,7 @@ def gateway(
                 patience=patience,
                 most_bytes=most_bytes,
                 memory_bytes=memory_bytes,
+                requests_per_caller=requests_per_caller,
                 **given,
             )
         except ValueError as error:

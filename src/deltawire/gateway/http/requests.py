@@ -50,6 +50,8 @@ class AskedFor:
         When it came, in milliseconds since 1970.
     memory
         The memory that the request, its answer and its recording take.
+    channel
+        The channel that the user belongs to, when it is known. An engine of the main channel may answer instead.
     """
 
     route: str
@@ -62,9 +64,16 @@ class AskedFor:
     time: int = field(default_factory=lambda: time.time_ns() // 1_000_000)
     id: str = ""
     memory: Reservation = field(default_factory=lambda: MemoryBudget().reservation())
+    channel: str | None = None
 
     def __post_init__(self) -> None:
         self.id = new_inference_id(self.time)
+
+    @property
+    def user_of_caller(self) -> str | None:
+        """The name of the user, and of the caller if there are keys: two callers may call two users the same. None without a user."""
+        owner = "" if self.caller.name is None else f"{self.caller.name}\0"
+        return None if self.user is None else owner + self.user
 
     @property
     def choices(self) -> int:
@@ -97,7 +106,7 @@ def read_request(
         body=body,
         caller=caller,
         episode=_episode(headers.get(EPISODE_HEADER)),
-        user=_user(headers, body, caller),
+        user=_user(headers, body),
         train=_consent(headers.get(CONSENT_HEADER), consent),
         tags=read_tags(headers.get(TAGS_HEADER)),
     )
@@ -159,8 +168,11 @@ def _consent(text: str | None, default: bool) -> bool:
     return text.strip().lower() == "yes"
 
 
-def _user(headers: Headers, body: Mapping[str, Any], caller: Caller) -> str | None:
-    """Return who asks: the header, or what OpenAI's clients call `safety_identifier` and `user`, or the owner of the key."""
+def _user(headers: Headers, body: Mapping[str, Any]) -> str | None:
+    """Return who asks: the header, or what OpenAI's clients call `safety_identifier` and `user`.
+
+    The owner of the key is not the user: an application has one key for all of its users.
+    """
     for found in (headers.get(USER_HEADER), body.get("safety_identifier"), body.get("user")):
         if isinstance(found, str) and found:
             if len(found) > _MOST_USER:
@@ -168,7 +180,7 @@ def _user(headers: Headers, body: Mapping[str, Any], caller: Caller) -> str | No
             if any(0xD800 <= ord(each) < 0xE000 for each in found):
                 raise RequestMalformed("the name of the user has half of a surrogate pair, which is no character.")
             return found
-    return caller.name
+    return None
 
 
 def with_own_fields(asked: AskedFor, raw: bytes, *, inline: bool) -> bytes:

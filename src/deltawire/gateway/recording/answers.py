@@ -65,6 +65,7 @@ def intent_of(asked: AskedFor, *, engine: str, seq: int | None, channel: str | N
         "episode": asked.episode,
         "user": user,
         "channel": channel,
+        "diverted_from": None if asked.channel == channel else asked.channel,
         "caller": asked.caller.name,
         "tags": asked.tags,
         "engine": engine,
@@ -274,6 +275,7 @@ def _interaction(
         channel=intent["channel"],
         caller=intent["caller"],
         tags=intent["tags"],
+        diverted_from=intent.get("diverted_from"),  # the journals of older gateways do not have it
     )
 
 

@@ -58,7 +58,7 @@ class Recording:
             engine=engine.address.url,
             seq=engine.seq,
             channel=engine.address.channel,
-            user=None if asked.user is None else recorder.user_hash(asked.user),
+            user=None if (user := asked.user_of_caller) is None else recorder.user_hash(user),
         )
         self.engine = engine
         self.copies: Sequence[bytes] = ()
@@ -117,7 +117,7 @@ class Recorder:
     memory
         The memory that requests may take together. Answers that wait to be recorded take at most half of it.
     user_hash
-        Returns the hash of a user.
+        Returns the hash of a user of a caller.
     routers
         Returns the routers of the model.
     on_event

@@ -1,4 +1,7 @@
-"""Keeps interactions that wait for feedback, and feedback that waits for interactions. Both are bounded."""
+"""Keeps interactions that wait for feedback, and feedback that waits for interactions. Both are bounded.
+
+Feedback that can give no reward takes no place: its metric is not declared, or has no weight, or cannot have that value.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from typing import TypeAlias
 from ...fleet.rules.live_tasks import LiveItem
 from ...format.records.live_records import Metric
 from .join import Joined, Pending, StoredFeedback, Waiting, join
-
-_MOST_PER_TARGET = 1024
-"""The most feedback of one caller for one interaction or episode that is kept. The first ones that were stored are kept."""
+from .revisions import FEWEST_REVISIONS, MOST_REVISIONS, least_needed
 
 _Name: TypeAlias = tuple[str | None, str]
 """The caller and the id of feedback. Each caller has its own ids, so that nobody can use up those of others."""
+_Voice: TypeAlias = tuple[str | None, str]
+"""The caller and the metric of feedback. The revisions of each are bounded on their own."""
 
 
 class JoinTable:
@@ -28,21 +31,23 @@ class JoinTable:
     most_pending
         The most interactions that wait at the same time. `is_full` says that there are as many.
     most_feedback
-        The most feedback that is kept. Above that, the oldest feedback without an interaction is dropped first.
+        The most feedback that is kept. Above that, revisions are dropped where there are most of them, then the oldest feedback without an
+        interaction.
     """
 
     def __init__(self, metrics: Sequence[Metric], *, most_pending: int = 200_000, most_feedback: int = 500_000) -> None:
         self.metrics = tuple(metrics)
+        self._rewarding = {metric.name: metric for metric in self.metrics if metric.weight != 0}
         self._most_pending, self._most_feedback = most_pending, most_feedback
         self._pending: dict[LiveItem, Pending] = {}
         self._first: dict[tuple[str, int], Pending] = {}
         self._targets: dict[tuple[str, str], set[LiveItem]] = {}
         self._feedback: dict[_Name, StoredFeedback] = {}
-        self._given: dict[tuple[str, str], dict[str | None, set[_Name]]] = {}
+        self._given: dict[tuple[str, str], dict[_Voice, set[_Name]]] = {}
         self._due: list[tuple[float, LiveItem]] = []
         self._ripe: dict[LiveItem, Joined] = {}
         self.counts: Counter[str] = Counter()
-        """Counts what happened so far: "conflicting" and "dropped" feedback, "repeated" and "unrewarded" interactions."""
+        """Counts what happened so far: "conflicting", "dropped" and "unused" feedback, "repeated" and "unrewarded" interactions."""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -90,21 +95,23 @@ class JoinTable:
         given
             The feedback.
         """
+        feedback = given.feedback
+        metric = self._rewarding.get(feedback.metric)
+        if metric is None or metric.level != feedback.target[0] or metric.number(feedback.value) is None:
+            self.counts["unused"] += 1
+            return
         name = _name(given)
         before = self._feedback.get(name)
         if before is not None:
-            self.counts["conflicting"] += before.feedback != given.feedback
+            self.counts["conflicting"] += before.feedback != feedback
             if before.order <= given.order:
                 return
             self._forget(name)
-        target = given.feedback.target
-        names = self._given.setdefault(target, {}).setdefault(given.feedback.caller, set())
+        names = self._given.setdefault(feedback.target, {}).setdefault(_voice(given), set())
         self._feedback[name] = given
         names.add(name)
-        if len(names) > _MOST_PER_TARGET:
-            self._forget(max(names, key=lambda each: self._feedback[each].order))
-            self.counts["dropped"] += 1
-        for item in self._targets.get(target, ()):
+        self._thin(names, MOST_REVISIONS)
+        for item in self._targets.get(feedback.target, ()):
             self._ripe.pop(item, None)
             heapq.heappush(self._due, (self._pending[item].stored, item))
 
@@ -194,15 +201,26 @@ class JoinTable:
     def _forget(self, name: _Name) -> None:
         given = self._feedback.pop(name, None)
         if given is not None:
-            callers = self._given[given.feedback.target]
-            callers[given.feedback.caller].discard(name)
-            if not callers[given.feedback.caller]:
-                del callers[given.feedback.caller]
-            if not callers:
+            voices = self._given[given.feedback.target]
+            voices[_voice(given)].discard(name)
+            if not voices[_voice(given)]:
+                del voices[_voice(given)]
+            if not voices:
                 del self._given[given.feedback.target]
 
+    def _thin(self, names: set[_Name], most: int) -> None:
+        """Drop revisions of one caller for one metric of one target, until there are at most so many."""
+        while len(names) > most:
+            self._forget(_name(least_needed(self._feedback[each] for each in names)))
+            self.counts["dropped"] += 1
+
     def _shrink(self) -> None:
-        """Drop feedback above the limit: first the oldest without an interaction, then the oldest."""
+        """Drop feedback above the limit: first revisions where there are most, then the oldest without an interaction, then the oldest."""
+        most = MOST_REVISIONS
+        while len(self._feedback) > self._most_feedback and most > FEWEST_REVISIONS:
+            most //= 2
+            for names in [names for voices in self._given.values() for names in voices.values() if len(names) > most]:
+                self._thin(names, most)
         excess = len(self._feedback) - self._most_feedback
         if excess > 0:
             ordered = sorted(self._feedback.values(), key=lambda one: (one.feedback.target in self._targets, one.order))
@@ -213,6 +231,10 @@ class JoinTable:
 
 def _name(given: StoredFeedback) -> _Name:
     return given.feedback.caller, given.feedback.id
+
+
+def _voice(given: StoredFeedback) -> _Voice:
+    return given.feedback.caller, given.feedback.metric
 
 
 def _targets(pending: Pending) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ...format.feedback import Feedback
 from ...format.records.fleet_files import AcceptedResult, Tasks
 from ...format.records.trainer_records import Round
 from ...format.rollouts import Rollouts
@@ -71,7 +72,8 @@ class LiveOracle(Oracle):
     def _rewards(self, answer: Answer) -> dict[str, float]:
         """Return the rewards of an answer, as the rules read."""
         first: dict[tuple[str | None, str], Reaction] = {}
-        for reaction in sorted(self.traffic.reactions, key=lambda one: (one.stored, one.key)):
+        useful = [one for one in self.traffic.reactions if _is_useful(one.feedback)]
+        for reaction in sorted(useful, key=lambda one: (one.stored, one.key)):
             first.setdefault((reaction.feedback.caller, reaction.feedback.id), reaction)
         thumbs, ratings = [], []
         for reaction in first.values():
@@ -80,10 +82,10 @@ class LiveOracle(Oracle):
                 continue
             late = reaction.stored - answer.stored
             order = (said.revision, reaction.stored, reaction.key)
-            if said.metric == "thumbs" and said.inference == answer.id and type(said.value) is bool and late <= WINDOW:
+            if said.metric == "thumbs" and said.inference == answer.id and late <= WINDOW:
                 thumbs.append((order, 1.0 if said.value else 0.0))
             same = answer.episode is not None and said.episode == answer.episode
-            if said.metric == "rating" and same and type(said.value) is float and said.value <= 4.0 and late <= LONG_WINDOW:
+            if said.metric == "rating" and same and type(said.value) is float and late <= LONG_WINDOW:
                 ratings.append((order, said.value * 0.25))
         return {"thumbs": _last(thumbs, 0.5)} | ({"rating": _last(ratings, 0.0)} if ratings else {})
 
@@ -92,6 +94,13 @@ class LiveOracle(Oracle):
         if data is None:
             raise Violation(f"{key} is missing while it is needed.")
         return data
+
+
+def _is_useful(said: Feedback) -> bool:
+    """Tell whether a metric can have this value at all. Other feedback counts for nothing, whatever its id."""
+    if said.metric == "thumbs":
+        return said.inference is not None and type(said.value) is bool
+    return said.metric == "rating" and said.episode is not None and type(said.value) is float and said.value <= 4.0
 
 
 def _last(values: Iterable[tuple[tuple[int, float, str], float]], default: float) -> float:

@@ -282,7 +282,8 @@ class LiveOracle:
         times depend on when a trainer looked.
         """
         target = ("inference", truth.id) if metric.level == "inference" else ("episode", truth.episode or "")
-        about = [one for one in self.feedback.get(target, []) if one.feedback.metric == metric.name]
+        of_metric = [one for one in self.feedback.get(target, []) if one.feedback.metric == metric.name]
+        about = [one for one in of_metric if _number(metric, one.feedback.value) is not None]
         choices = [self.times[key] for key in (self.stored[truth.id], *(one.index[0] for one in about))]
         if math.prod(map(len, choices)) > _MOST_CASES:
             return None
