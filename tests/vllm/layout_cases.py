@@ -16,6 +16,7 @@ from emulated_kernels import mxfp4_on_cpu, nvfp4_on_cpu, requantise_on_cpu
 from tiny_checkpoints import (
     FP8_PER_TENSOR,
     INT8_PER_CHANNEL,
+    TinyFused,
     TinyMla,
     TinyModel,
     fp8_per_tensor,
@@ -43,6 +44,8 @@ CASES: dict[str, tuple[TinyModel, RecipeLike | None]] = {
     "computing-loaders": (TinyModel("dense"), None),
     "experts-packed": (TinyModel("moe", experts=4, layers=1), None),
     "experts-split": (TinyModel("moe", experts=4, layers=1), None),
+    "experts-fused": (TinyFused("moe", experts=4, layers=1), None),
+    "experts-fused-split": (TinyFused("moe", experts=4, layers=1), None),
     "experts-fp8-block": (TinyModel("moe", experts=4, scale=4, layers=1), "fp8-block"),
     "experts-fp8-block-refined": (
         TinyModel("moe", experts=4, scale=2, layers=1, expert=192),
@@ -146,7 +149,7 @@ def emulate(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch
         Undoes the changes.
     """
-    if case == "experts-split":
+    if case in ("experts-split", "experts-fused-split"):
         unpacked_experts.install(monkeypatch.setattr)
     if case in ("experts-fp8-block", "experts-fp8-block-refined", "experts-fp8-channel"):
         fp8_experts_on_cpu(monkeypatch)

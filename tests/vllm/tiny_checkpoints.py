@@ -101,6 +101,27 @@ class TinyModel:
 
 
 @dataclass(frozen=True)
+class TinyFused(TinyModel):
+    """A model with experts whose checkpoint has two tensors for all experts of a layer.
+
+    transformers 5 names and shapes them so in a model's `state_dict()`.
+    """
+
+    def state(self, seed: int = 0) -> State:
+        """Return weights by their names in a checkpoint, in bf16."""
+        split = super().state(seed)
+        state = {name: tensor for name, tensor in split.items() if ".experts." not in name}
+        for layer in range(self.layers):
+            place = f"model.layers.{layer}.mlp.experts."
+            gates, ups, downs = (
+                np.stack([split[f"{place}{expert}.{part}_proj.weight"] for expert in range(self.experts)])
+                for part in ("gate", "up", "down")
+            )
+            state |= {f"{place}gate_up_proj": np.concatenate([gates, ups], axis=1), f"{place}down_proj": downs}
+        return state
+
+
+@dataclass(frozen=True)
 class TinyMla(TinyModel):
     """A dense model of the DeepSeek-V2 family, with random weights. Its attention is MLA. `query_rank` compresses queries too.
 
