@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import unpacked_experts
-from emulated_experts import fp8_experts_on_cpu, marlin_experts_on_cpu, packed_experts_on_cpu
+from emulated_experts import fp8_experts_on_cpu, marlin_experts_on_cpu, nvfp4_experts_on_cpu, packed_experts_on_cpu
 from emulated_kernels import mxfp4_on_cpu, nvfp4_on_cpu, requantise_on_cpu
 from tiny_checkpoints import (
     FP8_PER_TENSOR,
@@ -56,6 +56,7 @@ CASES: dict[str, tuple[TinyModel, RecipeLike | None]] = {
     "experts-int4": (TinyModel("moe", experts=4, scale=2, layers=1), "int4"),
     "experts-int4-packed": (TinyModel("moe", experts=4, scale=4, layers=1), "int4-128"),
     "experts-mxfp4": (TinyModel("moe", experts=4, scale=2, layers=1), "mxfp4"),
+    "experts-nvfp4": (TinyModel("moe", experts=4, scale=2, layers=1), "nvfp4"),
     "fp8-block": (TinyModel("quantised", scale=4, layers=1), "fp8-block"),
     "fp8-channel": (TinyModel("quantised", scale=4, layers=1), "fp8-channel"),
     "fp8-tensor": (TinyModel("quantised", scale=4, layers=1), None),
@@ -68,6 +69,7 @@ CASES: dict[str, tuple[TinyModel, RecipeLike | None]] = {
 }
 COMPUTED = {
     "experts-int4-packed": "reprocess",
+    "experts-nvfp4": "reprocess",
     "mla-fp8": "recompute",
     "fp8-tensor": "reprocess",
     "nvfp4": "reprocess",
@@ -157,9 +159,11 @@ def emulate(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         packed_experts_on_cpu(monkeypatch)
     if case in ("experts-int4", "experts-mxfp4"):
         marlin_experts_on_cpu(monkeypatch)
+    if case == "experts-nvfp4":
+        nvfp4_experts_on_cpu(monkeypatch)
     if case == "fp8-tensor":
         requantise_on_cpu(monkeypatch)
-    if case == "nvfp4":
+    if case in ("nvfp4", "experts-nvfp4"):
         nvfp4_on_cpu(monkeypatch)
     if case in ("mxfp4", "experts-mxfp4"):
         mxfp4_on_cpu(monkeypatch)
