@@ -103,6 +103,12 @@ def marlin_experts_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         scales[:, get_scale_perms()[0]] = mixed
         return scales.reshape(permuted.shape)
 
+    def bias_of(permuted: Any) -> Any:
+        mixed = permuted.float().reshape(-1, 32)
+        bias = torch.empty_like(mixed)
+        bias[:, get_scale_perms()[1]] = mixed
+        return bias.reshape(permuted.shape)
+
     def dequantise(packed: Any, permuted: Any, shared: Any) -> Any:
         codes, scales = codes_of(packed).long(), scales_of(permuted)
         if shared is not None:  # nvfp4: the expert's own scale, in the range of Marlin's arithmetic
@@ -121,7 +127,8 @@ def marlin_experts_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             )
             for packed, scales, shared in ((w1, experts.w1_scale, experts.g1_alphas), (w2, experts.w2_scale, experts.g2_alphas))
         ]
-        multiply(output, hidden_states, *both, topk_weights, topk_ids)
+        biases = [each if each is None else bias_of(each) for each in (experts.w1_bias, experts.w2_bias)]
+        multiply(output, hidden_states, *both, topk_weights, topk_ids, *biases)
 
     monkeypatch.setattr(_custom_ops, "gptq_marlin_repack", repack)
     monkeypatch.setattr(_custom_ops, "gptq_marlin_moe_repack", repack_all)
@@ -152,8 +159,8 @@ def nvfp4_experts_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(method.CompressedTensorsW4A4Nvfp4MoEMethod, "create_weights", create_with_scales)
 
 
-def multiply(output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any) -> None:
-    """Write to `output` what experts with SwiGLU compute in float32.
+def multiply(output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, b1: Any = None, b2: Any = None) -> None:
+    """Write to `output` what experts compute in float32: with SwiGLU, or with that of gpt-oss if there are biases.
 
     Parameters
     ----------
@@ -162,15 +169,24 @@ def multiply(output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: An
     hidden_states
         The tokens.
     w1, w2
-        The weights of all experts in float32: gate and up one below the other, and down.
+        The weights of all experts in float32: gate and up one below the other, or in turns if there are biases, and down.
     topk_weights, topk_ids
         The experts of each token, and how much they count.
+    b1, b2
+        The biases, if there are any.
     """
     import torch
 
     total = torch.zeros(hidden_states.shape, dtype=torch.float32)
     for expert in range(w1.shape[0]):
         tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = (hidden_states[tokens].float() @ w1[expert].T).chunk(2, dim=-1)
-        total.index_add_(0, tokens, (torch.nn.functional.silu(gate) * up) @ w2[expert].T * topk_weights[tokens, slots, None].float())
+        both = hidden_states[tokens].float() @ w1[expert].T
+        if b1 is None:
+            gate, up = both.chunk(2, dim=-1)
+            down = (torch.nn.functional.silu(gate) * up) @ w2[expert].T
+        else:
+            gate, up = (both + b1[expert]).unflatten(-1, (-1, 2)).unbind(-1)
+            gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+            down = (gate * torch.sigmoid(1.702 * gate) * (up + 1)) @ w2[expert].T + b2[expert]
+        total.index_add_(0, tokens, down * topk_weights[tokens, slots, None].float())
     output.copy_(total)

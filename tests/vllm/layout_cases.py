@@ -15,11 +15,14 @@ from emulated_experts import fp8_experts_on_cpu, marlin_experts_on_cpu, nvfp4_ex
 from emulated_kernels import mxfp4_on_cpu, nvfp4_on_cpu, requantise_on_cpu
 from tiny_checkpoints import (
     FP8_PER_TENSOR,
+    GPT_OSS_MXFP4,
     INT8_PER_CHANNEL,
     TinyFused,
+    TinyGptOss,
     TinyMla,
     TinyModel,
     fp8_per_tensor,
+    gpt_oss_mxfp4,
     int8_per_channel,
     train,
     train_visibly,
@@ -57,6 +60,7 @@ CASES: dict[str, tuple[TinyModel, RecipeLike | None]] = {
     "experts-int4-packed": (TinyModel("moe", experts=4, scale=4, layers=1), "int4-128"),
     "experts-mxfp4": (TinyModel("moe", experts=4, scale=2, layers=1), "mxfp4"),
     "experts-nvfp4": (TinyModel("moe", experts=4, scale=2, layers=1), "nvfp4"),
+    "gpt-oss": (TinyGptOss("moe", experts=4, scale=2, layers=1), None),
     "fp8-block": (TinyModel("quantised", scale=4, layers=1), "fp8-block"),
     "fp8-channel": (TinyModel("quantised", scale=4, layers=1), "fp8-channel"),
     "fp8-tensor": (TinyModel("quantised", scale=4, layers=1), None),
@@ -77,7 +81,11 @@ COMPUTED = {
     "computing-loaders": "load_anew",
 }
 """Models with tensors that are computed from weights, and how they follow updates."""
-CONVERTED: dict[str, tuple[Any, Any]] = {"fp8-tensor": (fp8_per_tensor, FP8_PER_TENSOR), "int8": (int8_per_channel, INT8_PER_CHANNEL)}
+CONVERTED: dict[str, tuple[Any, Any]] = {
+    "fp8-tensor": (fp8_per_tensor, FP8_PER_TENSOR),
+    "int8": (int8_per_channel, INT8_PER_CHANNEL),
+    "gpt-oss": (gpt_oss_mxfp4, GPT_OSS_MXFP4),
+}
 """Models that are not quantised by a recipe of the publisher."""
 
 
@@ -157,7 +165,7 @@ def emulate(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         fp8_experts_on_cpu(monkeypatch)
     if case in ("experts-fp8-block-packed", "experts-int4-packed"):
         packed_experts_on_cpu(monkeypatch)
-    if case in ("experts-int4", "experts-mxfp4"):
+    if case in ("experts-int4", "experts-mxfp4", "gpt-oss"):
         marlin_experts_on_cpu(monkeypatch)
     if case == "experts-nvfp4":
         nvfp4_experts_on_cpu(monkeypatch)
