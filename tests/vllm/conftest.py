@@ -58,10 +58,10 @@ class Run:
         self._recipe = recipe
         self._rng = np.random.default_rng(7)
 
-    def publish(self, *, changed: bool = True) -> Version:
+    def publish(self, *, changed: bool = True, step: int | None = None) -> Version:
         if changed:
             train(self.state, self._rng) if self._recipe is None else train_visibly(self.state, self._rng)
-        version = self.publisher.publish(self.state)
+        version = self.publisher.publish(self.state, step=step)
         assert isinstance(version, Version)
         return version
 
