@@ -2,7 +2,10 @@
 
     python benchmarks/engine_models.py [--before DIR] [--keep]
 
-With `--before`, the same is measured with another release of deltawire, in turns: DIR is its `src` directory, with the compiled codec.
+With `--before`, the same is measured with another release of deltawire, in turns. DIR is a directory in which that release is installed:
+
+    git worktree add ../before 05ef9b26 && pip install --no-deps --target ../before/installed ../before
+
 Each server gets half of its updates while it is idle, which shows the cost of staging, and half while clients stream requests.
 
 It needs vLLM. Trainer, server, store and clients share the machine.
@@ -249,7 +252,7 @@ def measure(*, width: int, layers: int, updates: int, before: Path | None = None
     updates
         The number of updates while the server is idle, and again under load.
     before
-        The `src` directory of another release to measure too.
+        A directory in which another release is installed, to measure it too.
     """
     releases = {"": None} if before is None else {", before": before, ", now": None}
     found = {
@@ -315,7 +318,7 @@ if __name__ == "__main__":
     from report import keep, show
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="the src directory of another release")
+    parser.add_argument("--before", type=Path, help="a directory in which another release is installed")
     parser.add_argument("--quick", action="store_true", help="use small sizes")
     parser.add_argument("--keep", action="store_true", help="write the results to benchmarks/results and docs/benchmarks.md")
     chosen = parser.parse_args()
