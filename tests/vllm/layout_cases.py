@@ -19,6 +19,7 @@ from tiny_checkpoints import (
     INT8_PER_CHANNEL,
     TinyFused,
     TinyGptOss,
+    TinyLlama4,
     TinyMla,
     TinyModel,
     fp8_per_tensor,
@@ -49,6 +50,7 @@ CASES: dict[str, tuple[TinyModel, RecipeLike | None]] = {
     "experts-split": (TinyModel("moe", experts=4, layers=1), None),
     "experts-fused": (TinyFused("moe", experts=4, layers=1), None),
     "experts-fused-split": (TinyFused("moe", experts=4, layers=1), None),
+    "experts-transposed": (TinyLlama4("moe", experts=4, layers=1), None),
     "experts-fp8-block": (TinyModel("moe", experts=4, scale=4, layers=1), "fp8-block"),
     "experts-fp8-block-refined": (
         TinyModel("moe", experts=4, scale=2, layers=1, expert=192),

@@ -122,6 +122,44 @@ class TinyFused(TinyModel):
 
 
 @dataclass(frozen=True)
+class TinyLlama4(TinyModel):
+    """A model of the Llama 4 family with random weights. Its checkpoint has two transposed tensors for all experts of a layer."""
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {
+            "architectures": ["Llama4ForCausalLM"],
+            "model_type": "llama4_text",
+            "intermediate_size": self.expert * self.scale,
+            "intermediate_size_mlp": INNER * self.scale,
+            "num_local_experts": self.experts,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "layer_types": ["full_attention"] * self.layers,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+
+    def state(self, seed: int = 0) -> State:
+        """Return weights by their names in a checkpoint, in bf16."""
+        hidden, inner = HIDDEN * self.scale, self.expert * self.scale
+        shapes = {
+            name: tensor.shape
+            for name, tensor in super().state(seed).items()
+            if ".mlp." not in name and not name.endswith(("q_norm.weight", "k_norm.weight"))
+        }
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}.feed_forward."
+            shapes |= {
+                f"{prefix}router.weight": (self.experts, hidden),
+                f"{prefix}experts.gate_up_proj": (self.experts, hidden, 2 * inner),
+                f"{prefix}experts.down_proj": (self.experts, inner, hidden),
+                f"{prefix}shared_expert.gate_proj.weight": (inner, hidden),
+                f"{prefix}shared_expert.up_proj.weight": (inner, hidden),
+                f"{prefix}shared_expert.down_proj.weight": (hidden, inner),
+            }
+        return _random(shapes, seed, 0.3 / self.scale)
+
+
+@dataclass(frozen=True)
 class TinyGptOss(TinyModel):
     """A model of the gpt-oss family with random weights. `gpt_oss_mxfp4` makes a checkpoint of them."""
 

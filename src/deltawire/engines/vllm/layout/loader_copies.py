@@ -218,10 +218,10 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 def _put_raw(module: Any) -> Iterable[tuple[str, torch.Tensor]]:
     parameters, buffers = raw_tensors(module)
-    absent = {name: None for name, tensor in module._parameters.items() if tensor is None}
+    absent = [{name: None for name, tensor in held.items() if tensor is None} for held in (module._parameters, module._buffers)]
     for name in (*parameters, *buffers):
         vars(module).pop(name, None)  # processing may have left a plain attribute of the same name
-    module._parameters, module._buffers = {**absent, **parameters}, {**buffers}
+    module._parameters, module._buffers = {**absent[0], **parameters}, {**absent[1], **buffers}
     return [*parameters.items(), *buffers.items()]
 
 
