@@ -2,7 +2,10 @@
 
     python benchmarks/engine_models.py [--before DIR] [--keep]
 
-With `--before`, the same is measured with another release of deltawire, in turns: DIR is its `src` directory, with the compiled codec.
+With `--before`, the same is measured with another release of deltawire, in turns. DIR is a directory in which that release is installed:
+
+    git worktree add ../before 05ef9b26 && pip install --no-deps --target ../before/installed ../before
+
 Each server gets half of its updates while it is idle, which shows the cost of staging, and half while clients stream requests.
 
 It needs vLLM. Trainer, server, store and clients share the machine.
@@ -39,8 +42,8 @@ from deltawire.events import Event
 
 try:
     from deltawire.engines.vllm.driver.sidecar import Sidecar
-except ModuleNotFoundError:  # a release in which this folder was not divided yet
-    from deltawire.engines.vllm.driver.sidecar import Sidecar
+except ModuleNotFoundError:  # --before: releases older than acacd8a0 have no folder "driver"
+    from deltawire.engines.vllm.sidecar import Sidecar
 
 CLIENTS = 4
 MODELS = {"dense": (0, None), "experts": (8, None), "int4": (0, "int4")}
@@ -62,6 +65,7 @@ class Costs:
     server_seconds: list[float] = field(default_factory=list)
     sidecar_seconds: list[float] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
+    first_memory: int = 0
     disk: int = 0
     anew: int = 0
 
@@ -145,7 +149,7 @@ def measure_model(name: str, *, width: int, layers: int, updates: int) -> Costs:
                 _update(costs, sidecar, ServerProcesses(server.session), calls, events, is_busy, published)
                 assert server.routes.weight_version() == str(version.seq)
             if number == 0:  # the first update may load everything, because the version that a server loads at its start may be unknown
-                costs = Costs(name, costs.weight_bytes)
+                costs = Costs(name, costs.weight_bytes, first_memory=max([costs.first_memory, *costs.memory]))
         costs.disk = sum(path.stat().st_size for part in ("mirror", "spool") for path in (folder / part).rglob("*") if path.is_file())
     return costs
 
@@ -248,7 +252,7 @@ def measure(*, width: int, layers: int, updates: int, before: Path | None = None
     updates
         The number of updates while the server is idle, and again under load.
     before
-        The `src` directory of another release to measure too.
+        A directory in which another release is installed, to measure it too.
     """
     releases = {"": None} if before is None else {", before": before, ", now": None}
     found = {
@@ -282,14 +286,16 @@ def _table(found: dict[str, Costs], updates: int) -> Table:
                 str(max(costs.calls)),
                 f"{statistics.median(costs.behind):.2f}",
                 f"{statistics.median(costs.server_seconds):.2f} + {statistics.median(costs.sidecar_seconds):.2f}",
-                f"{statistics.median(costs.memory) / _MEGABYTE:.1f} MB",
+                f"{costs.first_memory / _MEGABYTE:.1f} MB, then {statistics.median(costs.memory) / _MEGABYTE:.1f} MB",
                 f"{costs.disk / _MEGABYTE:.0f} MB",
                 f"{costs.anew} of {2 * updates}",
             ]
         )
     table.notes = [
         "Pause, writing, HTTP calls and the time behind the trainer were measured while clients streamed requests; processor time and "
-        "memory while the server was idle. The time behind the trainer includes encoding and uploading. Memory includes mapped files. "
+        "memory while the server was idle. The time behind the trainer includes encoding and uploading. Memory includes mapped files: "
+        "what the server's processes need beyond what they have when an update begins, for the first one and for the median of the others. "
+        "Processes keep memory that they have used, so a later update may need no more (0.0 MB). "
         "Processes of the server sleep while they wait for messages; by default they use a core for a second after each message "
         "(benchmarks/sleeping_readers.py).",
     ]
@@ -312,7 +318,7 @@ if __name__ == "__main__":
     from report import keep, show
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="the src directory of another release")
+    parser.add_argument("--before", type=Path, help="a directory in which another release is installed")
     parser.add_argument("--quick", action="store_true", help="use small sizes")
     parser.add_argument("--keep", action="store_true", help="write the results to benchmarks/results and docs/benchmarks.md")
     chosen = parser.parse_args()

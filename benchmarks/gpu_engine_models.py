@@ -69,6 +69,26 @@ def _qwen3(sizes: tuple[int, int, int, int, int, int, int], *, experts: int = 0,
     return config
 
 
+def _mla(config: Config, heads: int) -> Config:
+    """Return the configuration of a dense DeepSeek-V2 model, whose attention is MLA, with the sizes of a Qwen3 model."""
+    more = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_attention_heads": heads}
+    more |= {"num_key_value_heads": heads, "q_lora_rank": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    more |= {"v_head_dim": 128, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+    more |= {"first_k_dense_replace": config["num_hidden_layers"], "moe_layer_freq": 1}  # so no layer has experts
+    more |= {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "scoring_func": "softmax"}
+    return {**config, **more, "routed_scaling_factor": 1.0}
+
+
+def _gpt_oss(config: Config) -> Config:
+    """Return the configuration of a gpt-oss model with the sizes of a Qwen3 model with experts. `new_state` quantises the experts."""
+    yarn = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    more = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "sliding_window": 128}
+    more |= {"num_local_experts": config["num_experts"], "num_experts_per_tok": 4, "intermediate_size": config["moe_intermediate_size"]}
+    more |= {"layer_types": ["sliding_attention", "full_attention"] * (config["num_hidden_layers"] // 2), "swiglu_limit": 7.0}
+    more |= {"rope_parameters": yarn | {"original_max_position_embeddings": 4096}}
+    return {name: value for name, value in config.items() if name != "num_experts"} | more
+
+
 _TINY, _LARGE, _EXPERTS = (256, 2, 4, 2, 64, 512, 1024), (4096, 36, 32, 8, 128, 12288, 151936), (2048, 16, 32, 4, 128, 6144, 151936)
 MODELS = {
     "tiny": _qwen3(_TINY),
@@ -79,6 +99,9 @@ MODELS = {
     "moe-10b": _qwen3(_EXPERTS, experts=128, expert=768),
     "fp8-8b": _qwen3(_LARGE, fp8=True),
 }
+MODELS["tiny-mla"] = _mla(MODELS["tiny"], 16)
+MODELS["tiny-gpt-oss"] = _gpt_oss(MODELS["tiny-moe"])
+MODELS["tiny-fp8-channel"] = {**MODELS["tiny"], RECIPE: "fp8-channel"}
 for _recipe in ("mxfp4", "nvfp4", "int4"):
     MODELS[f"tiny-{_recipe}"] = {**_qwen3(_TINY), RECIPE: _recipe}
     MODELS[f"tiny-moe-{_recipe}"] = {**_qwen3(_TINY, experts=8, expert=256), RECIPE: _recipe}
@@ -116,7 +139,28 @@ def new_state(config: Config) -> State:
     if RECIPE in config:
         config["quantization_config"] = QuantisedLayout.of_state(config[RECIPE], state).quantization_config()
         state = quantise_state(state, config[RECIPE])
+    if config["model_type"] == "gpt_oss":
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+        state = _gpt_oss_mxfp4(state)
     return dict(sorted(state.items()))
+
+
+def _gpt_oss_mxfp4(state: State) -> State:
+    """Return the weights of experts as gpt-oss has them: two codes of 4 bits in a byte, and an exponent for each 32 weights."""
+    found: State = {}
+    steps = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)  # half-way between the magnitudes of mxfp4
+    for name, tensor in state.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            found[name] = tensor
+            continue
+        blocks = tensor.astype(np.float32).reshape(*tensor.shape[:2], -1, 32)
+        exponents = np.floor(np.log2(np.abs(blocks).max(axis=-1))) - 2
+        scaled = blocks / np.exp2(exponents)[..., None]
+        codes = np.searchsorted(steps, np.abs(scaled)) | (8 * np.signbit(scaled))
+        found[f"{name}_blocks"] = (codes[..., 0::2] | (codes[..., 1::2] << 4)).astype(np.uint8)
+        found[f"{name}_scales"] = (exponents + 127).astype(np.uint8)
+    return found
 
 
 def train(state: State, density: float, seed: int) -> None:
@@ -190,8 +234,8 @@ def expected_hashes(state: State) -> dict[str, str]:
     for name in sorted(state, key=lambda name: max(order.get(part, 0) for part in name.split("."))):
         module, layer, kind = f".{name}".rsplit(".", 2)
         module = module.removeprefix(".")
-        if ".experts." in name:
-            base, number = module.rsplit(".", 1)
+        base, _, number = module.rpartition(".")
+        if number.isdigit() and base.endswith(".experts"):
             experts[base, int(number), layer] = state[name]
         else:
             held.setdefault(f"{module}.{fused.get(layer, layer)}.{kind}".removeprefix("."), []).append(state[name])
@@ -214,6 +258,7 @@ def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden), "lm_head.weight": (vocabulary, hidden)}
     found["model.norm.weight"] = (hidden,)
     experts = config.get("num_experts", 0)
+    kind = config["model_type"]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         found |= {
@@ -226,6 +271,14 @@ def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
             f"{prefix}self_attn.q_norm.weight": (head,),
             f"{prefix}self_attn.k_norm.weight": (head,),
         }
+        if kind == "deepseek_v2":
+            found = {name: shape for name, shape in found.items() if not name.startswith(f"{prefix}self_attn.")} | _mla_shapes(
+                config, prefix
+            )
+        if kind == "gpt_oss":
+            found = {name: shape for name, shape in found.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))}
+            found |= _gpt_oss_shapes(config, prefix)
+            continue
         inner = [(f"{prefix}mlp.experts.{number}.", config["moe_intermediate_size"]) for number in range(experts)]
         for place, width in inner or [(f"{prefix}mlp.", config["intermediate_size"])]:
             found |= {f"{place}gate_proj.weight": (width, hidden), f"{place}up_proj.weight": (width, hidden)}
@@ -233,3 +286,35 @@ def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
         if experts:
             found[f"{prefix}mlp.gate.weight"] = (experts, hidden)
     return found
+
+
+def _mla_shapes(config: Config, prefix: str) -> dict[str, tuple[int, ...]]:
+    hidden, heads, latent, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"], config["q_lora_rank"]
+    rope, nope, value = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
+    return {
+        f"{prefix}self_attn.q_a_proj.weight": (rank, hidden),
+        f"{prefix}self_attn.q_a_layernorm.weight": (rank,),
+        f"{prefix}self_attn.q_b_proj.weight": (heads * (nope + rope), rank),
+        f"{prefix}self_attn.kv_a_proj_with_mqa.weight": (latent + rope, hidden),
+        f"{prefix}self_attn.kv_a_layernorm.weight": (latent,),
+        f"{prefix}self_attn.kv_b_proj.weight": (heads * (nope + value), latent),
+        f"{prefix}self_attn.o_proj.weight": (hidden, heads * value),
+    }
+
+
+def _gpt_oss_shapes(config: Config, prefix: str) -> dict[str, tuple[int, ...]]:
+    hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    heads, keys = config["num_attention_heads"], config["num_key_value_heads"] * config["head_dim"]
+    return {
+        f"{prefix}self_attn.sinks": (heads,),
+        f"{prefix}self_attn.q_proj.bias": (heads * config["head_dim"],),
+        f"{prefix}self_attn.k_proj.bias": (keys,),
+        f"{prefix}self_attn.v_proj.bias": (keys,),
+        f"{prefix}self_attn.o_proj.bias": (hidden,),
+        f"{prefix}mlp.router.weight": (experts, hidden),
+        f"{prefix}mlp.router.bias": (experts,),
+        f"{prefix}mlp.experts.gate_up_proj": (experts, 2 * inner, hidden),
+        f"{prefix}mlp.experts.gate_up_proj_bias": (experts, 2 * inner),
+        f"{prefix}mlp.experts.down_proj": (experts, hidden, inner),
+        f"{prefix}mlp.experts.down_proj_bias": (experts, hidden),
+    }

@@ -22,8 +22,8 @@ from deltawire.format.checkpoints.checkpoint import Checkpoint
 
 try:
     from deltawire.engines.vllm.driver.routes import VllmRoutes
-except ModuleNotFoundError:  # a release in which this folder was not divided yet
-    from deltawire.engines.vllm.driver.routes import VllmRoutes
+except ModuleNotFoundError:  # as in engine_models.py
+    from deltawire.engines.vllm.routes import VllmRoutes
 
 State = dict[str, np.ndarray[Any, Any]]
 

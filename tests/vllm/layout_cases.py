@@ -11,14 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import unpacked_experts
-from emulated_experts import fp8_experts_on_cpu, marlin_experts_on_cpu, packed_experts_on_cpu
+from emulated_experts import fp8_experts_on_cpu, marlin_experts_on_cpu, nvfp4_experts_on_cpu, packed_experts_on_cpu
 from emulated_kernels import mxfp4_on_cpu, nvfp4_on_cpu, requantise_on_cpu
 from tiny_checkpoints import (
     FP8_PER_TENSOR,
+    GPT_OSS_MXFP4,
     INT8_PER_CHANNEL,
+    TinyFused,
+    TinyGptOss,
+    TinyLlama4,
     TinyMla,
     TinyModel,
     fp8_per_tensor,
+    gpt_oss_mxfp4,
     int8_per_channel,
     train,
     train_visibly,
@@ -43,6 +48,9 @@ CASES: dict[str, tuple[TinyModel, RecipeLike | None]] = {
     "computing-loaders": (TinyModel("dense"), None),
     "experts-packed": (TinyModel("moe", experts=4, layers=1), None),
     "experts-split": (TinyModel("moe", experts=4, layers=1), None),
+    "experts-fused": (TinyFused("moe", experts=4, layers=1), None),
+    "experts-fused-split": (TinyFused("moe", experts=4, layers=1), None),
+    "experts-transposed": (TinyLlama4("moe", experts=4, layers=1), None),
     "experts-fp8-block": (TinyModel("moe", experts=4, scale=4, layers=1), "fp8-block"),
     "experts-fp8-block-refined": (
         TinyModel("moe", experts=4, scale=2, layers=1, expert=192),
@@ -53,6 +61,8 @@ CASES: dict[str, tuple[TinyModel, RecipeLike | None]] = {
     "experts-int4": (TinyModel("moe", experts=4, scale=2, layers=1), "int4"),
     "experts-int4-packed": (TinyModel("moe", experts=4, scale=4, layers=1), "int4-128"),
     "experts-mxfp4": (TinyModel("moe", experts=4, scale=2, layers=1), "mxfp4"),
+    "experts-nvfp4": (TinyModel("moe", experts=4, scale=2, layers=1), "nvfp4"),
+    "gpt-oss": (TinyGptOss("moe", experts=4, scale=2, layers=1), None),
     "fp8-block": (TinyModel("quantised", scale=4, layers=1), "fp8-block"),
     "fp8-channel": (TinyModel("quantised", scale=4, layers=1), "fp8-channel"),
     "fp8-tensor": (TinyModel("quantised", scale=4, layers=1), None),
@@ -65,6 +75,7 @@ CASES: dict[str, tuple[TinyModel, RecipeLike | None]] = {
 }
 COMPUTED = {
     "experts-int4-packed": "reprocess",
+    "experts-nvfp4": "reprocess",
     "mla-fp8": "recompute",
     "fp8-tensor": "reprocess",
     "nvfp4": "reprocess",
@@ -72,7 +83,11 @@ COMPUTED = {
     "computing-loaders": "load_anew",
 }
 """Models with tensors that are computed from weights, and how they follow updates."""
-CONVERTED: dict[str, tuple[Any, Any]] = {"fp8-tensor": (fp8_per_tensor, FP8_PER_TENSOR), "int8": (int8_per_channel, INT8_PER_CHANNEL)}
+CONVERTED: dict[str, tuple[Any, Any]] = {
+    "fp8-tensor": (fp8_per_tensor, FP8_PER_TENSOR),
+    "int8": (int8_per_channel, INT8_PER_CHANNEL),
+    "gpt-oss": (gpt_oss_mxfp4, GPT_OSS_MXFP4),
+}
 """Models that are not quantised by a recipe of the publisher."""
 
 
@@ -146,17 +161,19 @@ def emulate(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch
         Undoes the changes.
     """
-    if case == "experts-split":
+    if case in ("experts-split", "experts-fused-split"):
         unpacked_experts.install(monkeypatch.setattr)
     if case in ("experts-fp8-block", "experts-fp8-block-refined", "experts-fp8-channel"):
         fp8_experts_on_cpu(monkeypatch)
     if case in ("experts-fp8-block-packed", "experts-int4-packed"):
         packed_experts_on_cpu(monkeypatch)
-    if case in ("experts-int4", "experts-mxfp4"):
+    if case in ("experts-int4", "experts-mxfp4", "gpt-oss"):
         marlin_experts_on_cpu(monkeypatch)
+    if case == "experts-nvfp4":
+        nvfp4_experts_on_cpu(monkeypatch)
     if case == "fp8-tensor":
         requantise_on_cpu(monkeypatch)
-    if case == "nvfp4":
+    if case in ("nvfp4", "experts-nvfp4"):
         nvfp4_on_cpu(monkeypatch)
     if case in ("mxfp4", "experts-mxfp4"):
         mxfp4_on_cpu(monkeypatch)

@@ -118,7 +118,7 @@ def _follow(job: Job, rank: int) -> dict[str, Any]:
         patch.setenv("DELTAWIRE_PEERS", "1" if job.peers else "0")
         live = load_model(Path(job.first), tensor_parallel_size=RANKS)
         live.vllm_config.instance_id = job.case  # the workers of a server have the same one
-        before, places, computed = memory(live.model), addresses(live.model), logits(live)
+        computed, before, places = logits(live), memory(live.model), addresses(live.model)
         backend = start_backend(live, spool=job.folder, url=job.store, confirm="everything")
         with live.active():
             report = {"learnt": backend.learn(job.table), "learning": difference(memory(live.model), before)}
@@ -139,10 +139,11 @@ def _follow(job: Job, rank: int) -> dict[str, Any]:
         report["status"] = backend.status()
         backend.shutdown()
         fresh = load_model(Path(job.last), tensor_parallel_size=RANKS)
+        report["logits"] = [hashlib.sha256(each).hexdigest() for each in (computed, logits(live), logits(fresh))]
         report["difference"] = visible(difference(memory(live.model), memory(fresh.model)))
         report["changed"] = len(difference(memory(live.model), before))
         report["stays"] = stays(addresses(live.model)) == stays(places)
-        return report | {"logits": [hashlib.sha256(each).hexdigest() for each in (computed, logits(live), logits(fresh))]}
+        return report
 
 
 def _fail_once(patch: Any) -> None:

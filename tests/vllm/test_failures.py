@@ -157,7 +157,7 @@ def test_a_delta_that_one_worker_cannot_write_is_undone_in_all_of_them(
         before = version
 
 
-@pytest.mark.parametrize(("moment", "rank"), [("staging", 1), ("written", 0)])
+@pytest.mark.parametrize(("moment", "rank"), [("staging", 0), ("staging", 1), ("written", 0), ("written", 1)])
 def test_a_worker_that_is_killed_in_an_update_is_noticed_and_nothing_wrong_is_served(
     moment: str, rank: int, tmp_path: Path, start_run: Callable, serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar]
 ) -> None:

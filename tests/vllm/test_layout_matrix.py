@@ -122,7 +122,7 @@ def test_after_twenty_updates_a_model_has_the_memory_and_the_logits_of_a_fresh_l
     given = followed(case)
     chain, first = given.chain, given.chain.commits[0]
     live = load_model(given.first)
-    before, places, computed = memory(live.model), addresses(live.model), logits(live)
+    computed, before, places = logits(live), memory(live.model), addresses(live.model)
 
     source = Kept(given.first)
     weights = live_weights(live, source)
@@ -148,10 +148,10 @@ def test_after_twenty_updates_a_model_has_the_memory_and_the_logits_of_a_fresh_l
     if COMPUTED.get(case) in (None, "recompute"):
         assert all(name.endswith("weight_shape") for name in source.held), "a tensor of the model cannot be read from its memory"
     fresh = load_model(given.last)
+    assert logits(live) == logits(fresh) != computed
     assert visible(difference(memory(live.model), memory(fresh.model))) == []
     assert difference(memory(live.model), before), "no update has changed anything"
     assert stays(addresses(live.model)) == stays(places)
-    assert logits(live) == logits(fresh) != computed
     assert set(modules_of(weights.layout)["counts"]) == ways(case)
     assert weights.digest().owned == target.digest
 

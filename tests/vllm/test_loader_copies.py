@@ -193,8 +193,13 @@ def test_large_tensors_in_exactly_one_place_are_tied_and_others_that_overlap_are
     assert set(found.refused) == {"a"}
 
 
-def _zeroed(parameters: dict[str, Any], name: str, tensor: Any) -> None:
-    parameters["w"].data.copy_(tensor.zero_())
+def _partly_zeroed(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+    tensor[1:].zero_()
+    parameters["w"].data.copy_(tensor)
+
+
+def _zeroed_and_written(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+    parameters["w"].data.copy_(tensor.clone().zero_().copy_(tensor * 2))
 
 
 def _scaled(parameters: dict[str, Any], name: str, tensor: Any) -> None:
@@ -222,13 +227,27 @@ def _failing(parameters: dict[str, Any], name: str, tensor: Any) -> None:
     parameters["w"].data.copy_(tensor)
 
 
-@pytest.mark.parametrize("load", [_zeroed, _scaled, _added, _replaced, _viewed, _failing], ids=lambda load: load.__name__)
+@pytest.mark.parametrize(
+    "load", [_partly_zeroed, _zeroed_and_written, _scaled, _added, _replaced, _viewed, _failing], ids=lambda load: load.__name__
+)
 def test_anything_but_a_copy_is_refused(load: Load) -> None:
     import torch
 
     found = record(load, {"w": torch.ones(4, 6)}, {"w": ("F32", (4, 6))})
     assert set(found.refused) == {"w"}
     assert found.copies == {}
+
+
+def test_a_tensor_that_a_loader_replaces_by_zeros_is_absent() -> None:
+    import torch
+
+    def load(parameters: dict[str, Any], name: str, tensor: Any) -> None:
+        parameters["w"].data.copy_(tensor.view(-1).zero_()[:2] if name == "bias" else tensor)
+
+    found = record(load, {"w": torch.ones(2)}, {"bias": ("F32", (2, 2)), "here": ("F32", (2,))})
+    assert found.copies["bias"] == []
+    assert len(found.copies["here"]) == 1
+    assert found.refused == {}
 
 
 def test_a_loader_that_fails_for_one_tensor_goes_on_with_the_next() -> None:

@@ -21,7 +21,7 @@ from tiny_checkpoints import HEAD, HEADS, HIDDEN, TinyModel
 
 from deltawire import Publisher
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.cli.options.adapters import read_adapters, with_adapters
+from deltawire.cli.options.adapters import read_adapters, read_member_adapters, with_adapters
 from deltawire.engines.vllm.driver.lora import CONFIG, WEIGHTS
 from deltawire.engines.vllm.driver.lora_follower import LoraFollower, adapter_folder, following
 from deltawire.engines.vllm.driver.routes import EngineUnreachable, VllmRoutes
@@ -29,6 +29,8 @@ from deltawire.engines.vllm.driver.sidecar import Sidecar
 from deltawire.errors import EngineAsleep, EngineRefused, NoChain, StoreUnavailable
 from deltawire.events import Event
 from deltawire.format.checkpoints.checkpoint import Checkpoint
+from deltawire.rl.member import MemberOptions
+from deltawire.rl.member import serve as serve_as_member
 from deltawire.trainers import join_bundles
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "docs"))
@@ -207,6 +209,15 @@ def test_adapters_are_given_as_name_and_url(tmp_path: Path) -> None:
     assert adapter_folder(tmp_path, "http://a") != adapter_folder(tmp_path, "http://b")
 
 
+def test_only_members_with_a_server_take_adapters() -> None:
+    assert read_member_adapters(["math=/a", "code=/b"], "vllm=http://127.0.0.1:8000") == (("math", "/a"), ("code", "/b"))
+    assert read_member_adapters(None, "transformers") == ()
+    with pytest.raises(typer.BadParameter, match="only vLLM servers"):
+        read_member_adapters(["math=/a"], "transformers")
+    with pytest.raises(ValueError, match="only vLLM servers"):
+        MemberOptions("store", "transformers", ("m:f",), lora=(("math", "/a"),))
+
+
 def tiny_adapter(strength: float) -> dict[str, Any]:
     """Return an adapter of the tiny model's query projections. With strength 0 it changes nothing."""
     rng = np.random.default_rng(3)
@@ -223,7 +234,7 @@ def test_a_server_serves_versions_of_an_adapter_and_its_base_is_updated_below_th
     start_run: Callable[..., Any], serve: Callable[..., LiveServer], follow: Callable[..., LiveSidecar], tmp_path: Path
 ) -> None:
     run = start_run(TinyModel("dense"))
-    run.publish(changed=False)
+    run.publish(changed=False, step=0)
     options: dict[str, Any] = {
         "arguments": ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "8"],
         "environment": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"},
@@ -252,7 +263,7 @@ def test_a_server_serves_versions_of_an_adapter_and_its_base_is_updated_below_th
     publisher.publish(tiny_adapter(0.0))
     follower.step()
     assert server.routes.adapters().keys() == {"math-v1", "math-v2", "math-v3"}
-    run.publish()
+    run.publish(step=1)
     sidecar.step()  # the workers drop all adapters, and the request reads its own again
     server.routes.resume()
     asking.join()
@@ -277,6 +288,21 @@ def test_a_server_serves_versions_of_an_adapter_and_its_base_is_updated_below_th
     assert [event["adapter"] for event in command.events("adapter-loaded")] == ["math-v4"]
     assert fresh.generate() == after["tiny"]
     assert fresh.generate(model="math-v4") == after["math-v2"]
+    command.kill()
+
+    publisher.publish(tiny_adapter(0.0))
+    version, told, stop = run.publish(step=2), [], threading.Event()
+    options = MemberOptions(
+        run.store, f"vllm={fresh.url}", ("tiny_checkpoints:train",), "m", poll=0.05, lora=(("math", str(tmp_path / "adapter")),)
+    )
+    member = threading.Thread(target=serve_as_member, args=(options,), kwargs={"stop": stop, "on_event": told.append})
+    member.start()
+    wait_until(lambda: "math-v5" in fresh.routes.adapters() and fresh.routes.weight_version() == str(version.seq), "both versions")
+    stop.set()
+    member.join()
+    loaded = [event.fields for event in told if event.name == "adapter-loaded"]
+    assert [(fields["adapter"], fields["member"]) for fields in loaded] == [("math-v5", "m")]
+    assert fresh.generate() == fresh.generate(model="math-v5") != fresh.generate(model="math-v4")
     for each in (follower, sidecar, publisher):
         each.close()
 

@@ -101,6 +101,108 @@ class TinyModel:
 
 
 @dataclass(frozen=True)
+class TinyFused(TinyModel):
+    """A model with experts whose checkpoint has two tensors for all experts of a layer.
+
+    transformers 5 names and shapes them so in a model's `state_dict()`.
+    """
+
+    def state(self, seed: int = 0) -> State:
+        """Return weights by their names in a checkpoint, in bf16."""
+        split = super().state(seed)
+        state = {name: tensor for name, tensor in split.items() if ".experts." not in name}
+        for layer in range(self.layers):
+            place = f"model.layers.{layer}.mlp.experts."
+            gates, ups, downs = (
+                np.stack([split[f"{place}{expert}.{part}_proj.weight"] for expert in range(self.experts)])
+                for part in ("gate", "up", "down")
+            )
+            state |= {f"{place}gate_up_proj": np.concatenate([gates, ups], axis=1), f"{place}down_proj": downs}
+        return state
+
+
+@dataclass(frozen=True)
+class TinyLlama4(TinyModel):
+    """A model of the Llama 4 family with random weights. Its checkpoint has two transposed tensors for all experts of a layer."""
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {
+            "architectures": ["Llama4ForCausalLM"],
+            "model_type": "llama4_text",
+            "intermediate_size": self.expert * self.scale,
+            "intermediate_size_mlp": INNER * self.scale,
+            "num_local_experts": self.experts,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 1,
+            "layer_types": ["full_attention"] * self.layers,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+
+    def state(self, seed: int = 0) -> State:
+        """Return weights by their names in a checkpoint, in bf16."""
+        hidden, inner = HIDDEN * self.scale, self.expert * self.scale
+        shapes = {
+            name: tensor.shape
+            for name, tensor in super().state(seed).items()
+            if ".mlp." not in name and not name.endswith(("q_norm.weight", "k_norm.weight"))
+        }
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}.feed_forward."
+            shapes |= {
+                f"{prefix}router.weight": (self.experts, hidden),
+                f"{prefix}experts.gate_up_proj": (self.experts, hidden, 2 * inner),
+                f"{prefix}experts.down_proj": (self.experts, inner, hidden),
+                f"{prefix}shared_expert.gate_proj.weight": (inner, hidden),
+                f"{prefix}shared_expert.up_proj.weight": (inner, hidden),
+                f"{prefix}shared_expert.down_proj.weight": (hidden, inner),
+            }
+        return _random(shapes, seed, 0.3 / self.scale)
+
+
+@dataclass(frozen=True)
+class TinyGptOss(TinyModel):
+    """A model of the gpt-oss family with random weights. `gpt_oss_mxfp4` makes a checkpoint of them."""
+
+    def config(self) -> dict[str, Any]:
+        yarn = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        return super().config() | {
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "intermediate_size": self.expert * self.scale,
+            "num_local_experts": self.experts,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "layer_types": ["full_attention"] * self.layers,
+            "rope_parameters": yarn | {"original_max_position_embeddings": 512},
+            "swiglu_limit": 7.0,
+        }
+
+    def state(self, seed: int = 0) -> State:
+        """Return weights in bf16, with gates and ups of experts in turns. Scales of mxfp4 come from `gpt_oss_mxfp4`."""
+        hidden, inner = HIDDEN * self.scale, self.expert * self.scale
+        shapes = {
+            name: tensor.shape
+            for name, tensor in super().state(seed).items()
+            if ".mlp." not in name and not name.endswith(("q_norm.weight", "k_norm.weight"))
+        }
+        for name, shape in list(shapes.items()):
+            if name.endswith("_proj.weight"):
+                shapes[name.replace("weight", "bias")] = shape[:1]
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}."
+            shapes |= {
+                f"{prefix}self_attn.sinks": (HEADS * self.scale,),
+                f"{prefix}mlp.router.weight": (self.experts, hidden),
+                f"{prefix}mlp.router.bias": (self.experts,),
+                f"{prefix}mlp.experts.gate_up_proj": (self.experts, 2 * inner, hidden),
+                f"{prefix}mlp.experts.gate_up_proj_bias": (self.experts, 2 * inner),
+                f"{prefix}mlp.experts.down_proj": (self.experts, hidden, inner),
+                f"{prefix}mlp.experts.down_proj_bias": (self.experts, hidden),
+            }
+        return _random(shapes, seed, 0.3 / self.scale)
+
+
+@dataclass(frozen=True)
 class TinyMla(TinyModel):
     """A dense model of the DeepSeek-V2 family, with random weights. Its attention is MLA. `query_rank` compresses queries too.
 
@@ -260,6 +362,29 @@ def int8_per_channel(state: State) -> State:
         found[f"{name}_scale"] = scale.astype(ml_dtypes.bfloat16)
     return found
 
+
+def gpt_oss_mxfp4(state: State) -> State:
+    """Quantise the weights of experts to mxfp4: two codes of 4 bits in a byte, and an exponent for each 32 weights."""
+    found: State = {}
+    steps = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    for name, tensor in state.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            found[name] = tensor
+            continue
+        blocks = tensor.astype(np.float32).reshape(*tensor.shape[:2], -1, 32)
+        exponents = np.floor(np.log2(np.abs(blocks).max(axis=-1))) - 2
+        scaled = blocks / np.exp2(exponents)[..., None]
+        codes = np.abs(np.abs(scaled)[..., None] - steps).argmin(axis=-1) | (8 * np.signbit(scaled))
+        found[f"{name}_blocks"] = (codes[..., 0::2] | (codes[..., 1::2] << 4)).astype(np.uint8)
+        found[f"{name}_scales"] = (exponents + 127).astype(np.uint8)
+    return found
+
+
+GPT_OSS_MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+}
+"""The `quantization_config` of such a checkpoint."""
 
 INT8_PER_CHANNEL = {
     "quant_method": "compressed-tensors",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,6 +67,8 @@ class MemberOptions:
         Whether to read also from copies that relays have published in the run.
     channel
         The channel that the member follows. None follows the newest version.
+    lora
+        LoRA adapters that the vLLM server gets besides: for each, its name and the location of its chain.
     """
 
     source: str
@@ -85,6 +88,11 @@ class MemberOptions:
     relays: tuple[str, ...] = ()
     find_relays: bool = False
     channel: str | None = None
+    lora: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.lora and self.engine == "transformers":
+            raise ValueError("only vLLM servers get LoRA adapters, so `lora` needs the engine vllm=URL")
 
     def to_arguments(self) -> list[str]:
         """Return them as arguments of `deltawire member`."""
@@ -94,6 +102,7 @@ class MemberOptions:
         arguments += ["--kv-cache", self.kv_cache, "--canary", self.canary, *(["--routing"] if self.routing else [])]
         arguments += [part for spec in self.env for part in ("--env", spec)]
         arguments += [part for key in self.trust for part in ("--trust", key)]
+        arguments += [part for name, url in self.lora for part in ("--lora", f"{name}={url}")]
         for option, value in (
             ("--name", self.name),
             ("--mirror", self.mirror),
@@ -166,10 +175,13 @@ def serve(
             updates=updates,
             on_event=on_event,
         )
+        opened = contextlib.ExitStack()
+        opened.callback(generator.close)
         try:
+            opened.enter_context(_following_adapters(options, on_event))
             member.run(stop)
         finally:
-            closing = threading.Thread(target=generator.close, name="deltawire-member-closing", daemon=True)
+            closing = threading.Thread(target=opened.close, name="deltawire-member-closing", daemon=True)
             closing.start()
             closing.join(_CLOSING)  # the store may not answer
 
@@ -246,6 +258,23 @@ def _reader_options(options: MemberOptions, name: str) -> ReaderOptions:
         find_relays=options.find_relays,
         channel=options.channel,
     )
+
+
+@contextlib.contextmanager
+def _following_adapters(options: MemberOptions, on_event: OnEvent | None) -> Iterator[None]:
+    """Keep the server at the newest versions of its LoRA adapters until the block ends."""
+    url = parse_engine(options.engine)
+    if url is None or not options.lora:
+        yield
+        return
+    from ..engines.vllm.driver.lora_follower import LoraFollower, following
+
+    settings = ReaderOptions(
+        trusted_keys=options.trust, store=options.store, host_cache=options.host_cache, channel=options.channel
+    )  # each adapter has a chain of its own, so its run and its relays are others, too
+    followers = [LoraFollower(url, name, chain, options=settings, on_event=on_event) for name, chain in options.lora]
+    with following(followers, poll=options.poll):
+        yield
 
 
 def _require_transformers() -> None:

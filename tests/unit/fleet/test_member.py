@@ -347,6 +347,9 @@ def test_heartbeats_say_how_long_updates_take(store: Store, publisher: Publisher
     [
         MemberOptions("s3://bucket/run", "transformers", ("a:b",), "m"),
         MemberOptions("store", "vllm=http://127.0.0.1:8000", ("a:b",), "m", kv_cache="mark", canary="recorded"),
+        MemberOptions(
+            "store", "vllm=http://127.0.0.1:8000", ("a:b",), "m", lora=(("math", "s3://bucket/math"), ("code", "s3://bucket/code"))
+        ),
         MemberOptions("store", "transformers", ("a:b",), "m", store=StoreOptions(max_rate=1.25e6, max_requests=2.5)),
         MemberOptions("store", "transformers", ("a:b",), "m", host_cache="auto"),
         MemberOptions("store", "transformers", ("a:b",), "m", channel="stable"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...events import Event, OnEvent
+from ..options.adapters import MemberLoraOption, read_member_adapters
 from ..options.chain import RelaysOption, RunOption, TrustOption, check_host_cache, host_cache_of
 from ..options.channels import ChannelOption
 from ..options.common import JsonLinesOption
@@ -69,6 +70,7 @@ def fleet(
     kv_cache: MemberCacheOption = Cache.drop,
     canary: MemberCanaryOption = Canary.off,
     routing: RoutingOption = False,
+    lora: MemberLoraOption = None,
     poll: PollOption = 0.5,
     restarts: Annotated[
         int, typer.Option("--restarts", min=0, metavar="N", help="Restart a member that died at most this many times in an hour.")
@@ -103,6 +105,7 @@ def fleet(
     """
     if (count is None) == (ray is None):
         raise typer.BadParameter("give the number of members: either `deltawire fleet N` for this machine, or `--ray N` for a Ray cluster.")
+    adapters = read_member_adapters(lora, engine)
     with exit_codes(json, one_line=True), Ending(_LONGEST_ENDING) as ending:
         from ...fleet.supervision import Supervisor
         from ...rl.member import MemberOptions
@@ -130,6 +133,7 @@ def fleet(
                 relays=tuple(sources[1:]),
                 find_relays=relays,
                 channel=channel,
+                lora=adapters,
             )
             for number in range(total)
         }

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.status import Status
 
 from ...errors import UnusableReward
+from ..options.adapters import MemberLoraOption, read_member_adapters
 from ..options.chain import HostCacheOption, RelaysOption, RunOption, TrustOption, host_cache_of
 from ..options.channels import ChannelOption
 from ..options.common import JsonLinesOption
@@ -52,6 +53,7 @@ def member(
     kv_cache: MemberCacheOption = Cache.drop,
     canary: MemberCanaryOption = Canary.off,
     routing: RoutingOption = False,
+    lora: MemberLoraOption = None,
     poll: PollOption = 0.5,
     channel: ChannelOption = None,
     relays: RelaysOption = False,
@@ -74,6 +76,7 @@ def member(
     """
     from ...fleet.local_members import PERMANENT_FAILURE_CODE
 
+    adapters = read_member_adapters(lora, engine)
     with exit_codes(json, one_line=True, codes={UnusableReward: PERMANENT_FAILURE_CODE} if leave_with_stdin else None):
         from ...rl.member import MemberOptions, serve
 
@@ -96,6 +99,7 @@ def member(
             relays=tuple(sources[1:]),
             find_relays=relays,
             channel=channel,
+            lora=adapters,
         )
         stop = threading.Event()
         if leave_with_stdin:

@@ -1,4 +1,4 @@
-"""The option `--lora` of `deltawire sidecar`: LoRA adapters that the server gets from chains of their own."""
+"""The option `--lora` of `deltawire sidecar`, `member` and `fleet`: LoRA adapters that the server gets from chains of their own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ if TYPE_CHECKING:
     from ...engines.vllm.driver.lora_follower import LoraFollower
     from ...events import OnEvent
 
-LoraOption: TypeAlias = Annotated[
+_LORA = "Also load each version N of the LoRA adapter in the chain at URL, as NAME-vN. Repeat it for several adapters."
+
+LoraOption: TypeAlias = Annotated[list[str] | None, typer.Option("--lora", metavar="NAME=URL", help=_LORA, show_default=False)]
+MemberLoraOption: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(
-        "--lora",
-        metavar="NAME=URL",
-        help="Also load each version N of the LoRA adapter in the chain at URL, as NAME-vN. Repeat it for several adapters.",
-        show_default=False,
-    ),
+    typer.Option("--lora", metavar="NAME=URL", help=f"With vLLM: {_LORA[0].lower()}{_LORA[1:]}", show_default=False),
 ]
 
 
@@ -36,6 +34,22 @@ def read_adapters(given: Sequence[str] | None) -> dict[str, str]:
         if name in found:
             raise typer.BadParameter(f"the adapter {name!r} is given twice.", param_hint="--lora")
         found[name] = check_url(url)
+    return found
+
+
+def read_member_adapters(given: Sequence[str] | None, engine: str) -> tuple[tuple[str, str], ...]:
+    """Return the name and the chain of each adapter of a member's server. Adapters without a server are wrong usage.
+
+    Parameters
+    ----------
+    given
+        What the user gave.
+    engine
+        The member's engine.
+    """
+    found = tuple(read_adapters(given).items())
+    if found and engine == "transformers":
+        raise typer.BadParameter("only vLLM servers get LoRA adapters. Name one with --engine vllm=URL.", param_hint="--lora")
     return found
 
 

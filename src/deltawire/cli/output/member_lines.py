@@ -78,6 +78,10 @@ class MemberLines:
             self._report_failure(fields)
         elif event.name in ("waiting", "sync-failed", "swap-failed", "engine-lost"):
             self._notice(f"will try again: {fields['reason']}")
+        elif event.name == "adapter-loaded":
+            self._line(f"adapter {fields['adapter']}")
+        elif event.name == "adapter-failed":
+            self._notice(f"the adapter {fields['adapter']} is not at its newest version; will try again: {fields['reason']}")
         elif event.name == "output-dropped":
             self._notice(str(fields["reason"]))
         elif event.name == "board-refused":

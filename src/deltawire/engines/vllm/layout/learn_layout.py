@@ -268,7 +268,8 @@ class _Learner:
         known = known | {placement.memory.data_ptr() for found in self._found.values() for placement in found.placements}
         names = {id(parameter.module): parameter.module_name for parameter in parameters}
         for name, module in model.named_modules():
-            derived = [path for path, tensor in _live_tensors(module).items() if _is_derived(path, tensor, known)]
+            ones = {("weight",)} if getattr(module, "has_weight", True) is False else set()  # a norm without a weight multiplies by them
+            derived = [path for path, tensor in _live_tensors(module).items() if path not in ones and _is_derived(path, tensor, known)]
             if not derived:
                 continue
             name = names.get(id(module), name)

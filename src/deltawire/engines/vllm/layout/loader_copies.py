@@ -218,10 +218,10 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 def _put_raw(module: Any) -> Iterable[tuple[str, torch.Tensor]]:
     parameters, buffers = raw_tensors(module)
-    absent = {name: None for name, tensor in module._parameters.items() if tensor is None}
+    absent = [{name: None for name, tensor in held.items() if tensor is None} for held in (module._parameters, module._buffers)]
     for name in (*parameters, *buffers):
         vars(module).pop(name, None)  # processing may have left a plain attribute of the same name
-    module._parameters, module._buffers = {**absent, **parameters}, {**buffers}
+    module._parameters, module._buffers = {**absent[0], **parameters}, {**absent[1], **buffers}
     return [*parameters.items(), *buffers.items()]
 
 
@@ -230,6 +230,7 @@ class _Origin:
     """The contents of a storage: elements of a checkpoint tensor, or values that were computed from some."""
 
     names: frozenset[str]
+    """The checkpoint tensors. Empty if a loader has written zeros over one."""
     nest: Nest | None
     """From elements of the storage to elements of the checkpoint tensor, which may be repeated. None if the values were computed."""
     dtype: torch.dtype
@@ -325,9 +326,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         names = self._names((args[1:], kwargs)) if source is None else self._names(source)
         if owner is None:  # a temporary, or a tensor of the chain itself
             names |= self._names(target)
-            if names:
+            if names and func is aten.zero_.default and target.nbytes == target.untyped_storage().nbytes():
+                self._origins[_storage(target)] = _computed((), target)  # gpt-oss: all ranks but one add zeros instead of a bias
+            elif names:
                 self._origins[_storage(target)] = _computed(names, target)
             return
+        origin = None if source is None else self._origins.get(_storage(source))
+        if origin is not None and not origin.names:
+            return  # a constant, too
         if source is None:
             names |= {name for name, copy in self._order if copy.parameter is owner}
         self._touch(names or self._latest(), owner)
