@@ -33,7 +33,7 @@ from ..layout.types import ModuleRule, Scatter
 from .direct_files import DirectFiles
 from .direct_patches import DirectPatches
 from .direct_tensors import DirectTensors
-from .interfaces import BaseSource, Layout, ModuleLoad, base_of, some_memory
+from .interfaces import BaseSource, Layout, ModuleLoad, base_of, inputs_of, some_memory
 from .ownership import Decoders
 from .scatter_lists import Changes, are_same, as_changes, merged, narrow, read_values, write_values
 
@@ -97,7 +97,7 @@ class LayoutUpdate:
         self.changed = 0
         """The number of elements that the update changes."""
         self.touched: set[str] = set()
-        """The tensors that change."""
+        """The tensors that change, without those that nothing else depends on."""
         self.recomputes: Sequence[ModuleRule] = ()
         """The rules of modules that are recomputed when the update is written."""
         self.kept: dict[str, list[TensorPatch]] = {}
@@ -311,7 +311,7 @@ class LayoutUpdate:
         bases = self._direct_tensors.part(names) or {name: self._base(name) for name in names}
         plan = plan_delta(bases, file)
         cover(self._coverage, plan)
-        if self._plain.issuperset(_names_of(plan)):
+        if self._plain.issuperset(names if isinstance(plan.tensors, Columns) else _names_of(plan)):
             self._note(self._direct_files.add(plan))
             self.direct_change += file.after - file.before
         else:
@@ -359,10 +359,12 @@ class LayoutUpdate:
     @functools.cached_property
     def _inputs(self) -> frozenset[str]:
         """Tensors that modules are processed or loaded from again. Their changes must be known."""
-        again = {name for name, rule in self._layout.modules.items() if rule.how in ("reprocess", "load_anew")}
-        if not again:
-            return frozenset()
-        return frozenset(name for name, layout in self._layout.tensors.items() if again.intersection(layout.modules))
+        return inputs_of(rule for rule in self._layout.modules.values() if rule.how in ("reprocess", "load_anew"))
+
+    @functools.cached_property
+    def _followed(self) -> frozenset[str]:
+        """Direct tensors that modules depend on. Other direct tensors need not be named when they change, and there are thousands."""
+        return inputs_of(self._layout.modules.values())
 
     def _add_mixed(self, plan: Plan, bases: Mapping[str, Base], *, is_whole: bool = True) -> tuple[Digest, Digest]:
         """Decode a file, and list the changes that the codec does not write. Returns the digests before and after.
@@ -426,12 +428,15 @@ class LayoutUpdate:
 
     def _note(self, plans: Sequence[Plan]) -> None:
         """Note what changes, once the plans are decoded."""
+        if not plans:
+            return
+        changed, writes = (np.concatenate(found) for found in zip(*((plan.changed[: len(plan.tensors)], plan.writes) for plan in plans), strict=True))
+        self.changed += int(changed.sum())
+        self.nbytes += int((np.where(writes, changed, 0) * (4 + np.concatenate([itemsizes_of(plan.tensors) for plan in plans]))).sum())
         for plan in plans:
-            changed = plan.changed[: len(plan.tensors)]
             names = _names_of(plan)
-            self.touched.update(map(names.__getitem__, np.flatnonzero(changed).tolist()))
-            self.changed += int(changed.sum())
-            self.nbytes += int((np.where(plan.writes, changed, 0) * (4 + itemsizes_of(plan.tensors))).sum())
+            if not self._plain.issuperset(names) or not self._followed.isdisjoint(names):
+                self.touched.update(map(names.__getitem__, np.flatnonzero(plan.changed[: len(plan.tensors)]).tolist()))
 
 
 def _is_divided(windows: Sequence[Window], decoders: Decoders) -> bool:
