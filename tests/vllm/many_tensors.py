@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import ml_dtypes
@@ -82,10 +83,10 @@ class ManyTensors:
         assert self.commits[0].digest is not None
         self.weights.adopt(LiveVersion(ChainLog(self._store).ref(self.commits[0]), self.commits[0].digest))
 
-    def step(self) -> FakeHop:
-        """Change some elements of each tensor by a bit, and publish that. Returns the hop."""
-        for array in self.state.values():
-            bits = array.view(np.uint16)
+    def step(self, names: Collection[str] | None = None) -> FakeHop:
+        """Change some elements of each of these tensors by a bit, or of all, and publish that. Returns the hop."""
+        for name in self.state if names is None else names:
+            bits = self.state[name].view(np.uint16)
             bits[self._rng.random(bits.shape) < 0.05] ^= 1
             bits.reshape(-1)[0] ^= 1
         self.commits.append(self._publish())

@@ -39,8 +39,11 @@ class DeltaCache:
         """Return whether a file exists with exactly the content that its record says. A file that did not change is read once."""
         return self.open_sound(entry) is not None
 
-    def open_sound(self, entry: FileEntry) -> mmap.mmap | bytes | None:
-        """Map a file into memory and return its bytes if they are exactly what its record says, as `is_sound` finds out, or else None."""
+    def open_sound(self, entry: FileEntry, *, threads: bool = True) -> mmap.mmap | bytes | None:
+        """Map a file into memory and return its bytes if they are exactly what its record says, as `is_sound` finds out, or else None.
+
+        Several threads hash a large file, unless `threads` is False.
+        """
         try:
             number = os.open(self._text_path(entry), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -54,7 +57,7 @@ class DeltaCache:
             os.close(number)
         identity = found.st_ino, found.st_size, found.st_mtime_ns
         if self._sound.get(entry.blake3) != identity:
-            if content_hash(memoryview(data)) != entry.blake3:
+            if content_hash(memoryview(data), threads=threads) != entry.blake3:
                 return None
             self._sound[entry.blake3] = identity
         return data

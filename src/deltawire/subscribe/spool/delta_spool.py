@@ -165,7 +165,7 @@ class DeltaSpool:
         return None
 
     def open(self, entry: FileEntry) -> memoryview:
-        """Map a file of a hop, and compare it with its hash. The map stays valid after the file is deleted.
+        """Map a file of a hop, and compare it with its hash. The map stays valid after the file is deleted. Uses one thread only.
 
         Raises `SpoolError`, which is retryable: when the hop is put again, missing and damaged files are fetched again.
 
@@ -175,7 +175,7 @@ class DeltaSpool:
             One of the files of a hop.
         """
         with spool_errors(self.folder):
-            found = self._files.open_sound(entry)
+            found = self._files.open_sound(entry, threads=False)  # engines generate meanwhile
             if found is None:
                 path = self._files.path(entry)
                 raise retryable_error(f"{path} is damaged." if path.exists() else f"{path} is not in the spool.")

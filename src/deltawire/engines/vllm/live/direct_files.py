@@ -18,8 +18,8 @@ from .direct_patches import DirectPatches
 from .direct_tensors import DirectTensors
 
 _MOST_ELEMENTS, _MOST_BYTES = 1 << 32, 1 << 28
-"""The most elements and bytes of the files that a GPU decodes with one call, unless one file has more. A call finds fewer than 2^32 changes,
-and copies the files into pinned memory.
+"""The most elements and bytes of the files that a GPU decodes with one call, unless one file has more. A call cannot find 2^32 changes, and
+it copies the files into pinned memory.
 """
 
 
@@ -82,11 +82,11 @@ class DirectFiles:
         self._elements = self._nbytes = 0
         if not plans:
             return ()
-        codec = codec_for(plans[0].tensors)
+        codec, threads = codec_for(plans[0].tensors), self._threads if self._pace is None else 1  # the server needs the other cores
         resolution = codec.deferred_resolution(self._threads, self._pace)
         with on_side_stream(self._tensors.state) as wait:
             try:
-                digests = resolve_together(plans, resolution, codec, self._threads)
+                digests = resolve_together(plans, resolution, codec, threads)
             except CorruptDelta:  # decoded against wrong weights, a valid delta can look corrupt
                 for plan in plans:
                     check_base(plan, codec, self._threads)

@@ -47,6 +47,7 @@ class DirectTensors:
         self._numbers = {name: number for number, name in enumerate(self.by_name)}
         keys = ((name, tensors[name].spec.dtype, tensors[name].spec.shape) for name in self.by_name)
         self._tags = TensorKeys.of(keys).tags
+        self._last_chosen: tuple[bytes, State] = b"", {}
         self._parts: dict[tuple[int, int], ColumnState] = {}
         """The parts that files of earlier updates covered, by the number of the first tensor, and the number of tensors."""
         self._firsts: dict[Layout, int] = {}
@@ -73,8 +74,13 @@ class DirectTensors:
         chosen
             Whether each tensor is one of them.
         """
-        names = [self._names[number] for number in np.flatnonzero(chosen).tolist()]
-        return in_columns({name: self.by_name[name] for name in names})
+        if chosen.all():
+            return self.state
+        key = chosen.tobytes()
+        if key != self._last_chosen[0]:  # updates that leave tensors as they are usually leave the same ones
+            names = [self._names[number] for number in np.flatnonzero(chosen).tolist()]
+            self._last_chosen = key, in_columns({name: self.by_name[name] for name in names})
+        return self._last_chosen[1]
 
     def tag(self, chosen: NDArray[np.bool_]) -> Digest:
         """Return the contribution of some of the tensors to a digest that does not depend on their elements.

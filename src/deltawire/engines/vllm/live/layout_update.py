@@ -123,11 +123,12 @@ class LayoutUpdate:
         delta
             The bytes of the delta file.
         """
-        file = delta_file.parse(delta, names=names)
+        file = delta_file.parse(delta, names=names, threads=False)  # the server needs the other cores
         if file.structure.added or file.structure.removed:
             raise CorruptDelta("the delta adds or removes tensors, but an update in memory can only change values.")
-        if self._decoders is None and self._plain.issuperset(names):
-            self._add_whole(names, file)
+        bases = self._direct_tensors.part(names) if self._decoders is None else None
+        if bases is not None and self._plain.issuperset(names):
+            self._add_direct(plan_delta(bases, file))
             return file.before, file.after
         with on_side_stream(some_memory(self._layout.tensors)) as wait:
             if can_cut(file) and (windows := self._windows(names, file)):
@@ -142,7 +143,7 @@ class LayoutUpdate:
 
         Raises as `add` does, and `TensorsTied` if names that share memory change in different ways.
         """
-        self._note(self._direct_files.complete())
+        self._note_direct(self._direct_files.complete())
         for name, first in self._tied.items():
             one, other = (self._tied_changes.get(each, []) for each in (first, name))
             if not are_same(one, other):
@@ -310,12 +311,17 @@ class LayoutUpdate:
     def _add_whole(self, names: Sequence[str], file: DeltaFile) -> None:
         bases = self._direct_tensors.part(names) or {name: self._base(name) for name in names}
         plan = plan_delta(bases, file)
-        cover(self._coverage, plan)
-        if self._plain.issuperset(names if isinstance(plan.tensors, Columns) else _names_of(plan)):
-            self._note(self._direct_files.add(plan))
-            self.direct_change += file.after - file.before
+        if self._plain.issuperset(_names_of(plan)):
+            self._add_direct(plan)
         else:
+            cover(self._coverage, plan)
             self._add_mixed(plan, bases)
+
+    def _add_direct(self, plan: Plan) -> None:
+        """Decode a file of tensors that the codec writes by itself, now or later together with others."""
+        cover(self._coverage, plan)
+        self._note_direct(self._direct_files.add(plan))
+        self.direct_change += plan.file.after - plan.file.before
 
     def _add_windows(self, names: Sequence[str], file: GroupedDelta, windows: Sequence[Window]) -> None:
         """Decode a file in windows, and leave out those that only other workers need."""
@@ -394,7 +400,8 @@ class LayoutUpdate:
         self.direct_change += digests[1] - digests[0] - (after - before)
         if plan.writes.any():
             self._patches.add(resolution, [plan])
-        self._note([plan])
+        self._count([plan])
+        self._touch(plan)
         if on_device and self._pace is not None:
             self._pace(int(sizes_of(plan.tensors).sum()))
         return digests
@@ -426,17 +433,26 @@ class LayoutUpdate:
             scatters = self._layout.locate(name, indices, values)
         self.add_scatters(scatters)
 
-    def _note(self, plans: Sequence[Plan]) -> None:
-        """Note what changes, once the plans are decoded."""
-        if not plans:
-            return
-        changed, writes = (np.concatenate(found) for found in zip(*((plan.changed[: len(plan.tensors)], plan.writes) for plan in plans), strict=True))
+    def _note_direct(self, plans: Sequence[Plan]) -> None:
+        """Note what changes, once plans of tensors that the codec writes are decoded."""
+        if plans:
+            self._count(plans)
+        for plan in plans if self._followed else ():
+            if not self._followed.isdisjoint(_names_of(plan)):
+                self._touch(plan)
+
+    def _touch(self, plan: Plan) -> None:
+        """Note the tensors that change, once a plan is decoded."""
+        names = _names_of(plan)
+        self.touched.update(map(names.__getitem__, np.flatnonzero(plan.changed[: len(plan.tensors)]).tolist()))
+
+    def _count(self, plans: Sequence[Plan]) -> None:
+        """Add up what changes, once plans are decoded."""
+        changed, writes = (
+            np.concatenate(found) for found in zip(*((plan.changed[: len(plan.tensors)], plan.writes) for plan in plans), strict=True)
+        )
         self.changed += int(changed.sum())
         self.nbytes += int((np.where(writes, changed, 0) * (4 + np.concatenate([itemsizes_of(plan.tensors) for plan in plans]))).sum())
-        for plan in plans:
-            names = _names_of(plan)
-            if not self._plain.issuperset(names) or not self._followed.isdisjoint(names):
-                self.touched.update(map(names.__getitem__, np.flatnonzero(plan.changed[: len(plan.tensors)]).tolist()))
 
 
 def _is_divided(windows: Sequence[Window], decoders: Decoders) -> bool:
