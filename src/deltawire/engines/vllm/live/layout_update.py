@@ -448,11 +448,10 @@ class LayoutUpdate:
 
     def _count(self, plans: Sequence[Plan]) -> None:
         """Add up what changes, once plans are decoded."""
-        changed, writes = (
-            np.concatenate(found) for found in zip(*((plan.changed[: len(plan.tensors)], plan.writes) for plan in plans), strict=True)
-        )
+        changed = np.concatenate([plan.changed[: len(plan.tensors)] for plan in plans])
+        written = np.where(np.concatenate([plan.writes for plan in plans]), changed, 0)
         self.changed += int(changed.sum())
-        self.nbytes += int((np.where(writes, changed, 0) * (4 + np.concatenate([itemsizes_of(plan.tensors) for plan in plans]))).sum())
+        self.nbytes += int((written * (4 + np.concatenate([itemsizes_of(plan.tensors) for plan in plans]))).sum())
 
 
 def _is_divided(windows: Sequence[Window], decoders: Decoders) -> bool:
