@@ -17,8 +17,8 @@ from ....tensors.state import codec_for
 from .direct_patches import DirectPatches
 from .direct_tensors import DirectTensors
 
-_MOST_ELEMENTS, _MOST_BYTES = 1 << 32, 1 << 28
-"""The most elements and bytes of the files that a GPU decodes with one call, unless one file has more. A call cannot find 2^32 changes, and
+_MOST_ELEMENTS, _MOST_BYTES = 2**32 - 1024, 1 << 28
+"""The most elements and bytes of the files that a GPU decodes with one call, unless one file has more. A call cannot find more changes, and
 it copies the files into pinned memory.
 """
 
