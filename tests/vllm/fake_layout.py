@@ -19,7 +19,7 @@ from deltawire.engines.vllm.layout import placements
 from deltawire.engines.vllm.layout.types import ModuleRule, Nest, Placement, Scatter, TensorLayout
 from deltawire.engines.vllm.live.live_weights import LiveWeights
 from deltawire.engines.vllm.live.update_types import LiveVersion
-from deltawire.format.records.record_parts import CommitRef, FileEntry
+from deltawire.format.records.record_parts import CommitRef, FileEntry, record_hash
 from deltawire.format.records.version_records import Commit
 from deltawire.publish import Publisher
 from deltawire.publish.writer_options import WriterOptions
@@ -187,6 +187,10 @@ class FakeHop:
     base: Commit
     target: Commit
     files: tuple[FileEntry, ...]
+
+    @property
+    def target_ref(self) -> CommitRef:
+        return self.target.ref(record_hash(self.target.to_bytes()))
 
 
 class FakeWorker:

@@ -236,10 +236,14 @@ def test_large_files_are_decoded_in_windows(monkeypatch: pytest.MonkeyPatch) -> 
     assert worker.held() == old
 
 
-def test_a_gpu_decodes_files_of_direct_tensors_together(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [None, "_MOST_ELEMENTS", "_MOST_BYTES"])
+def test_a_gpu_decodes_files_of_direct_tensors_together(limit: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if compiler() is None:
         pytest.skip("needs a C++ compiler to emulate a GPU")
     together: list[int] = []
+    assert direct_files._MOST_ELEMENTS <= resolve._MOST_CHANGES  # all elements may change
+    if limit is not None:
+        monkeypatch.setattr(direct_files, limit, 100)
 
     def counted(plans: Any, *arguments: Any) -> Any:
         together.append(len(plans))
@@ -249,7 +253,7 @@ def test_a_gpu_decodes_files_of_direct_tensors_together(monkeypatch: pytest.Monk
     with emulated(EmulatedGpu()):
         worker = FakeWorker(mixed=False)
         assert swap(worker, worker.step()).outcome == "made"
-        assert together == [2]
+        assert together == ([2] if limit is None else [1, 1])
         assert worker.held() == worker.expected()
         hop, old = worker.step(), worker.held()
         damaged = [entry for entry in hop.files if entry.first == 0]

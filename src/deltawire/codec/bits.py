@@ -5,6 +5,7 @@ This module does not import torch: `DeviceBits` can only be made from a CUDA ten
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
@@ -260,7 +261,7 @@ class BitsColumn(Sequence["Bits"]):
             rows = [column.quantised.view(np.uint8) for column in each if column.quantised is not None]
             quantised = np.concatenate(rows).view(self.quantised.dtype)
         return BitsColumn(
-            [tensor for column in each for tensor in column._tensors],
+            list(itertools.chain.from_iterable(column._tensors for column in each)),
             self._make,
             np.concatenate([column.addresses for column in each]),
             np.concatenate([column.sizes for column in each]),

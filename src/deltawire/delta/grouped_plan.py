@@ -67,7 +67,8 @@ class GroupedPlan:
         self.added: Sequence[AddedTensor] = [(name, dtype, shape) for name, (dtype, shape) in sorted(structure.added.items())]
         keys = columns.layout.keys if columns else keys_of(self.tensors)
         self.keys = keys.followed_by(TensorKeys.of(self.added)) if self.added else keys
-        check_added(self.added, len(file.data))
+        if self.added:
+            check_added(self.added, len(file.data))
         self.writes: NDArray[np.bool_] = np.zeros(len(self.tensors), np.bool_)
         self.changed: NDArray[np.int64] = np.zeros(len(self.tensors) + len(self.added), np.int64)
         self.numbers: NDArray[np.int64] = np.zeros_like(self.changed)
@@ -212,6 +213,8 @@ class GroupedPlan:
 
         Aliases that are not written may have the memory of their targets. So they are decoded first.
         """
+        if not self._aliases:
+            return (), self._groups
         first = [group for group, _ in self._aliases if not self.writes[group.members[0]]]
         return first, [*self._groups, *(group for group, _ in self._aliases if self.writes[group.members[0]])]
 
@@ -220,12 +223,12 @@ class GroupedPlan:
 
     def resolve_group(self, group: Group, start: int) -> ResolveGroup:
         """Return the work on a group. The data that payloads are ranges of have those of this delta from byte `start` on."""
-        held, seeds = len(self.tensors), self.keys.seeds[group.members]
         bases: Sequence[Bits | None]
         if self._columns is not None and not self.added and not self._copied:
-            bases, counts = self._columns.take(group.members), self._columns.layout.sizes[group.members]
-            writes = self.writes[group.members]
+            bases, counts, seeds = self._columns.group(group.type.code, group.members)
+            writes = self.writes if group.members.size == self.writes.size else self.writes[group.members]
         else:
+            held, seeds = len(self.tensors), self.keys.seeds[group.members]
             numbers = group.members.tolist()
             bases = [self._base(number) if number < held else None for number in numbers]
             sizes = [self.tensors[number].size if number < held else math.prod(self.added[number - held][2]) for number in numbers]
@@ -251,17 +254,20 @@ def resolve_together(plans: Sequence[GroupedPlan], resolution: Resolution, codec
     starts = itertools.accumulate((len(plan.file.data) for plan in plans[:-1]), initial=0)
     placed = list(zip(plans, starts, strict=True))
     digests = [plan.digests_of_rest(codec, threads) for plan in plans]
+    rounds = [plan.rounds() for plan in plans]
     done = 0
     for turn in range(2):
-        work = [(number, group) for number, plan in enumerate(plans) for group in plan.rounds()[turn]]
+        work = [(number, group) for number, groups in enumerate(rounds) for group in groups[turn]]
         if not work:
             continue
         outcomes = resolution.add_groups([placed[number][0].resolve_group(group, placed[number][1]) for number, group in work], data)
         for (number, group), outcome in zip(work, outcomes, strict=True):
             plan, (before, after) = plans[number], digests[number]
-            plan.changed[group.members] = outcome.changed
-            plan.numbers[group.members] = np.arange(done, done + len(group.members))
-            done += len(group.members)
+            count = group.members.size
+            which = slice(None) if count == plan.changed.size else group.members
+            plan.changed[which] = outcome.changed
+            plan.numbers[which] = np.arange(done, done + count)
+            done += count
             digests[number] = before + Digest(outcome.before), after + Digest(outcome.after)
     return digests
 

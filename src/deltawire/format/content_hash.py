@@ -14,9 +14,9 @@ _WORTH_THREADS = 1 << 20
 _several = blake3.AUTO
 
 
-def content_hash(data: Buffer) -> str:
-    """Return the BLAKE3 hash of some bytes, as 64 hexadecimal digits."""
-    return blake3(data, max_threads=_several if memoryview(data).nbytes >= _WORTH_THREADS else 1).hexdigest()
+def content_hash(data: Buffer, *, threads: bool = True) -> str:
+    """Return the BLAKE3 hash of some bytes, as 64 hexadecimal digits. Several threads hash many bytes, unless `threads` is False."""
+    return blake3(data, max_threads=_several if threads and memoryview(data).nbytes >= _WORTH_THREADS else 1).hexdigest()
 
 
 def new_hash(*, threads: bool = True) -> blake3:

@@ -17,17 +17,18 @@ DeltaFile: TypeAlias = GroupedDelta | NamedDelta
 """A parsed delta of any version."""
 
 
-def parse(delta: DeltaBytes, *, names: Iterable[str] | None = None) -> DeltaFile:
+def parse(delta: DeltaBytes, *, names: Iterable[str] | None = None, threads: bool = True) -> DeltaFile:
     """Parse and check a delta file. Raises `CorruptDelta` or `UnsupportedVersion`. Needs little more memory than its lists.
 
-    `names` are the only tensors that the file may cover, if known. Lists that are longer than they need are not read at all.
+    `names` are the only tensors that the file may cover, if known. Lists that are longer than they need are not read at all. Several
+    threads hash a large file, unless `threads` is False.
     """
     view = memoryview(delta).cast("B")
     if view[:7] != MAGIC[:7]:
         return parse_named(view, names)
     if bytes(view[7:8]) > MAGIC[7:]:
         raise UnsupportedVersion("the delta is of a later version; this release reads versions 1 to 3.")
-    return parse_grouped(view, names)
+    return parse_grouped(view, names, threads=threads)
 
 
 def peek(delta: DeltaBytes) -> tuple[Digest, Digest]:

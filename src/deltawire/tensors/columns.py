@@ -145,6 +145,8 @@ class Columns(Sequence[TensorBits]):
         self.tensors = tensors
         self.bits = bits
         self.are_writable = are_writable
+        self._groups: dict[int, tuple[NDArray[np.int64], tuple[BitsColumn, NDArray[np.int64], NDArray[np.uint64]]]] = {}
+        """By the code of a payload type: its tensors, and what `group` returns for them."""
 
     @classmethod
     def of(cls, state: State) -> Columns | None:
@@ -216,6 +218,24 @@ class Columns(Sequence[TensorBits]):
         order = np.argsort(starts)
         ends = starts[order] + self.layout.nbytes[filled][order].astype(np.uint64)
         return bool((starts[order][1:] >= ends[:-1]).all())
+
+    def group(self, code: int, numbers: NDArray[np.int64]) -> tuple[BitsColumn, NDArray[np.int64], NDArray[np.uint64]]:
+        """Return the bits, sizes and seeds of some tensors. If they are those of a payload type in `layout.groups`, they are kept.
+
+        Parameters
+        ----------
+        code
+            The code of their payload type.
+        numbers
+            Their numbers.
+        """
+        kept = self._groups.get(code)
+        if kept is not None and kept[0] is numbers:
+            return kept[1]
+        found = self.take(numbers), self.layout.sizes[numbers], self.layout.keys.seeds[numbers]
+        if any(numbers is members for _, members in self.layout.groups):
+            self._groups[code] = numbers, found
+        return found
 
     def take(self, numbers: NDArray[np.int64]) -> BitsColumn:
         """Return the bits of some tensors."""

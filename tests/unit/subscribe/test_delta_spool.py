@@ -58,6 +58,7 @@ def test_a_worker_finds_the_hop_and_its_files_lead_to_the_version(tmp_path: Path
     found = worker.hop(chain.ref(1), 2)
     assert found == hop == SpooledHop(chain.commits[1], chain.commits[2], chain.commits[2].files, "commit")
     assert found is not None
+    assert (found.base_ref, found.target_ref) == (hop.base_ref, hop.target_ref) == (chain.ref(1), chain.ref(2))
     state = copied(first_state())
     names = sorted(state)
     for entry in found.files:

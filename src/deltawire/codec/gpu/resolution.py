@@ -147,13 +147,16 @@ class GpuResolution:
             sets.setdefault((device, 0 if device is None else group.type.width), []).append(number)
         for (device, _), numbers in sets.items():
             mine = [groups[number] for number in numbers]
-            each = [len(group.bases) for group in mine]
+            each = [group.counts.size for group in mine]
             if device is None:
                 outcomes = self._on_host().add_groups(mine, data)
                 rows = self._host_members(sum(each))
             else:
                 rows = self._device_members(sum(each))
                 outcomes = self._add_groups(mine, data, device)
+            if len(sets) == 1:
+                self.members = np.concatenate([self.members, rows])
+                return outcomes
             found.update(zip(numbers, outcomes, strict=True))
             members.update(zip(numbers, np.split(rows, np.cumsum(each)[:-1]), strict=True))
         self.members = np.concatenate([self.members, *(members[number] for number in range(len(groups)))])
@@ -187,11 +190,16 @@ class GpuResolution:
 
     def _add_groups(self, groups: Sequence[ResolveGroup], data: Buffer, device: torch.device) -> list[GroupOutcome]:
         """Resolve groups of one width."""
-        each = [len(group.bases) for group in groups]
+        each = [group.counts.size for group in groups]
         counts, seeds = np.concatenate([group.counts for group in groups]), np.concatenate([group.seeds for group in groups])
-        widths, factors = np.repeat([(group.type.dtype.width, group.type.per_element) for group in groups], each, axis=0).T
-        writes = np.concatenate([np.full(size, group.writes, np.bool_) for size, group in zip(each, groups, strict=True)])
-        kinds = [(size, group.type.code) for size, group in zip(each, groups, strict=True)]
+        types = [group.type for group in groups]
+        widths, factors = np.repeat([(kind.dtype.width, kind.per_element) for kind in types], each, axis=0).T
+        uniform = [group.writes for group in groups if isinstance(group.writes, bool)]
+        if len(uniform) == len(groups):
+            writes = np.repeat(np.array(uniform, np.bool_), each)
+        else:
+            writes = np.concatenate([np.full(size, group.writes, np.bool_) for size, group in zip(each, groups, strict=True)])
+        kinds = [(size, kind.code) for size, kind in zip(each, types, strict=True)]
         with codec_stream(device):
             bases = joined([group.bases for group in groups])
             addresses, copies = _elements(bases, counts, widths, device)
@@ -199,10 +207,10 @@ class GpuResolution:
             payloads = [group.payload for group in groups]
             patch, resolved = resolve_table(table, payloads, data, devices.gpu_at(device), groups=True, pace=self.pace)
         self.groups.append(_Group(patch, bases, writes, addresses, copies))
-        found = []
-        for first, end in zip(table.group_starts.tolist(), table.group_ends.tolist(), strict=True):
-            found.append(GroupOutcome(resolved.changed[first:end], _total(resolved.before[first:end]), _total(resolved.after[first:end])))
-        return found
+        starts, ends = table.group_starts, table.group_ends
+        totals = _totals(resolved.before, starts, ends), _totals(resolved.after, starts, ends)
+        facts = zip(starts.tolist(), ends.tolist(), *totals, strict=True)
+        return [GroupOutcome(resolved.changed[first:end], before, after) for first, end, before, after in facts]
 
     def changes(self, tensors: Sequence[int]) -> Sequence[tuple[Indices, Bits]]:
         wanted = self.members[np.array(tensors, np.int64)]
@@ -351,6 +359,7 @@ def _elements(
     return addresses, copies
 
 
-def _total(sums: NDArray[np.uint32]) -> Lanes:
-    a, b, c, d = sums.sum(axis=0, dtype=np.uint32).tolist()
-    return a, b, c, d
+def _totals(sums: Sums, starts: Numbers, ends: Numbers) -> list[Lanes]:
+    """Return the sums over rows `starts` … `ends`, for each of these ranges."""
+    upto = np.concatenate([np.zeros((1, 4), np.uint32), sums.cumsum(axis=0, dtype=np.uint32)])
+    return list(map(tuple, (upto[ends] - upto[starts]).tolist()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -111,11 +112,11 @@ def header(before: Digest, after: Digest, body: Sequence[Buffer], *, threads: bo
     return MAGIC + digests + hasher.digest()
 
 
-def parse_grouped(view: memoryview, names: Iterable[str] | None) -> GroupedDelta:
+def parse_grouped(view: memoryview, names: Iterable[str] | None, *, threads: bool = True) -> GroupedDelta:
     """Parse and check a delta file, as `delta_file.parse` does."""
     if len(view) <= HEADER_BYTES or view[:8] != MAGIC:
         refuse("it is cut short.")
-    hasher = new_hash(threads=len(view) >= _WORTH_THREADS)
+    hasher = new_hash(threads=threads and len(view) >= _WORTH_THREADS)
     hasher.update(view[8:40])
     hasher.update(view[HEADER_BYTES:])
     if hasher.digest() != view[40:HEADER_BYTES]:
@@ -141,7 +142,8 @@ def peek_grouped(view: memoryview) -> tuple[Digest, Digest]:
     """Return the digests before and after, as `delta_file.peek` does."""
     if len(view) <= HEADER_BYTES:
         refuse("it is cut short.")
-    return Digest.from_hex(view[8:24].hex()), Digest.from_hex(view[24:40].hex())
+    lanes = struct.unpack_from("<8I", view, 8)
+    return Digest(lanes[:4]), Digest(lanes[4:])
 
 
 def _structure(changes: bytes) -> Structure:

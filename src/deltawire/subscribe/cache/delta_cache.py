@@ -23,30 +23,44 @@ class DeltaCache:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._prefix = f"{folder}{os.sep}"
+        """The paths of files as text: a version has a hundred files, and workers look at them while they generate."""
         self._sound: dict[str, tuple[int, int, int]] = {}
         """Files whose content was compared with their hash, by inode, size and time of their last change."""
 
     def holds(self, entry: FileEntry) -> bool:
         """Return whether a file of this name and size exists. `is_sound` checks its content."""
         try:
-            return self.path(entry).stat().st_size == entry.size
+            return os.stat(self._text_path(entry)).st_size == entry.size
         except FileNotFoundError:
             return False
 
     def is_sound(self, entry: FileEntry) -> bool:
         """Return whether a file exists with exactly the content that its record says. A file that did not change is read once."""
+        return self.open_sound(entry) is not None
+
+    def open_sound(self, entry: FileEntry, *, threads: bool = True) -> mmap.mmap | bytes | None:
+        """Map a file into memory and return its bytes if they are exactly what its record says, as `is_sound` finds out, or else None.
+
+        Several threads hash a large file, unless `threads` is False.
+        """
         try:
-            found = self.path(entry).stat()
+            number = os.open(self._text_path(entry), os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return False
+            return None
+        try:
+            found = os.fstat(number)
+            if found.st_size != entry.size:
+                return None
+            data = _map(number, entry.size)
+        finally:
+            os.close(number)
         identity = found.st_ino, found.st_size, found.st_mtime_ns
-        if found.st_size != entry.size:
-            return False
         if self._sound.get(entry.blake3) != identity:
-            if content_hash(memoryview(self.open(entry))) != entry.blake3:
-                return False
+            if content_hash(memoryview(data), threads=threads) != entry.blake3:
+                return None
             self._sound[entry.blake3] = identity
-        return True
+        return data
 
     def ensure(self, entries: Iterable[FileEntry], fetch: Fetch) -> list[FileEntry]:
         """Fetch the files that are missing or wrong. Return those that were fetched. Files are not flushed to disk; a torn one is fetched
@@ -66,7 +80,7 @@ class DeltaCache:
     def open(self, entry: FileEntry) -> mmap.mmap | bytes:
         """Map a file into memory and return its bytes."""
         with self.path(entry).open("rb") as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if entry.size else b""
+            return _map(file.fileno(), entry.size)
 
     def keep_only(self, entries: Iterable[FileEntry], most_bytes: int | None = None) -> None:
         """Delete all other files, and the first of these files until the rest fit in `most_bytes`."""
@@ -84,4 +98,12 @@ class DeltaCache:
 
     def path(self, entry: FileEntry) -> Path:
         """Return where a file is kept."""
-        return self._folder / f"{entry.blake3}.safetensors"
+        return Path(self._text_path(entry))
+
+    def _text_path(self, entry: FileEntry) -> str:
+        return f"{self._prefix}{entry.blake3}.safetensors"
+
+
+def _map(number: int, size: int) -> mmap.mmap | bytes:
+    """Return the bytes of an open file, by its descriptor. Files without bytes cannot be mapped."""
+    return mmap.mmap(number, 0, access=mmap.ACCESS_READ) if size else b""

@@ -34,7 +34,7 @@ from blake3 import blake3
 
 from ...chain.routes.restore import Hop
 from ...errors import ChainBroken, SpoolError, UnsupportedVersion
-from ...format.records.record_parts import CommitRef, FileEntry, record_hash
+from ...format.records.record_parts import CommitRef, FileEntry
 from ..cache.delta_cache import PART, DeltaCache
 from ..cache.private_folder import check_private, hold_folder, make_private, remove_abandoned, retryable_error, spool_errors
 from ..mirror.locks import FileLock, LifeWatch
@@ -159,13 +159,13 @@ class DeltaSpool:
         with spool_errors(self.folder), contextlib.suppress(FileNotFoundError):
             check_private(self.folder)
             found = read_manifest(self._manifest_path(base.seq, seq))
-            if found is None or found.target.seq != seq or record_hash(found.base.to_bytes()) != base.commit:
+            if found is None or found.target.seq != seq or found.base_ref.commit != base.commit:
                 return None
             return found if all(map(self._files.holds, found.files)) else None
         return None
 
     def open(self, entry: FileEntry) -> memoryview:
-        """Map a file of a hop, and compare it with its hash. The map stays valid after the file is deleted.
+        """Map a file of a hop, and compare it with its hash. The map stays valid after the file is deleted. Uses one thread only.
 
         Raises `SpoolError`, which is retryable: when the hop is put again, missing and damaged files are fetched again.
 
@@ -175,10 +175,11 @@ class DeltaSpool:
             One of the files of a hop.
         """
         with spool_errors(self.folder):
-            if not self._files.is_sound(entry):
+            found = self._files.open_sound(entry, threads=False)  # engines generate meanwhile
+            if found is None:
                 path = self._files.path(entry)
                 raise retryable_error(f"{path} is damaged." if path.exists() else f"{path} is not in the spool.")
-            return memoryview(self._files.open(entry))
+            return memoryview(found)
 
     def peek(self, entry: FileEntry) -> memoryview:
         """Map a file of a hop without reading it. Nothing is checked, so only what a digest proves may be used. Raises `SpoolError`.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import CorruptRecord
 from ...format.records.canonical import Fields, dump
-from ...format.records.record_parts import FileEntry
+from ...format.records.record_parts import CommitRef, FileEntry, record_hash
 from ...format.records.record_rules import check_delta_files
 from ...format.records.version_records import Commit
 
@@ -29,12 +30,26 @@ class SpooledHop:
         The delta files. Empty if both commits have the same state.
     source
         "commit", "skip", "rewind" or "fence", as in `chain.routes.plan.Edge`.
+    base_hash, target_hash
+        The hashes of the commits. None means that they are computed when they are needed.
     """
 
     base: Commit
     target: Commit
     files: tuple[FileEntry, ...]
     source: str
+    base_hash: str | None = field(default=None, compare=False, repr=False)
+    target_hash: str | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def base_ref(self) -> CommitRef:
+        """The reference to the commit whose state the files lead from."""
+        return self.base.ref(self.base_hash or record_hash(self.base.to_bytes()))
+
+    @property
+    def target_ref(self) -> CommitRef:
+        """The reference to the commit whose state they lead to."""
+        return self.target.ref(self.target_hash or record_hash(self.target.to_bytes()))
 
     @property
     def nbytes(self) -> int:
@@ -71,12 +86,13 @@ def read_manifest(path: Path) -> SpooledHop | None:
 
 def _parse_manifest(data: bytes) -> SpooledHop:
     fields = Fields.parse(data, "spooled-hop", limit=MOST_MANIFEST_BYTES)
-    hop = SpooledHop(
-        base=Commit.parse(fields.text("base").encode()),
-        target=Commit.parse(fields.text("target").encode()),
-        files=tuple(FileEntry.of(inner) for inner in fields.objects("files")),
-        source=fields.text("source"),
-    )
+    (base, base_hash), (target, target_hash) = _commit(fields.text("base")), _commit(fields.text("target"))
+    listed = fields.items("files")
+    if dump({"files": listed}) == dump({"files": [entry.plain() for entry in target.files]}):
+        files = target.files  # they were checked with the commit
+    else:
+        files = tuple(FileEntry.of(inner) for inner in Fields({"files": listed}, "spooled-hop").objects("files"))
+    hop = SpooledHop(base, target, files, fields.text("source"), base_hash, target_hash)
     fields.done()
     if hop.base.id != hop.target.id or hop.base.digest is None or hop.target.digest is None:
         fields.refuse("its commits are not versions of one chain")
@@ -92,3 +108,10 @@ def _parse_manifest(data: bytes) -> SpooledHop:
     else:
         fields.refuse(f"it has the unknown source {hop.source!r}")
     return hop
+
+
+@functools.lru_cache(maxsize=4)  # the target of a hop is the base of the next one
+def _commit(text: str) -> tuple[Commit, str]:
+    """Return a commit and its hash. `Commit.parse` accepts nothing but the commit's own bytes."""
+    data = text.encode()
+    return Commit.parse(data), record_hash(data)

@@ -9,15 +9,18 @@ from collections.abc import Sequence
 
 from ....codec.base import Pace, Resolution
 from ....delta.grouped_plan import GroupedPlan, resolve_together
-from ....delta.plan import Plan, check_base, check_digests, resolve_plan
+from ....delta.plan import Plan, check_base, check_digests, resolve_plan, sizes_of
 from ....errors import CorruptDelta
+from ....tensors.columns import Columns
 from ....tensors.gpu_handover import on_side_stream
 from ....tensors.state import codec_for
 from .direct_patches import DirectPatches
 from .direct_tensors import DirectTensors
 
-_TOGETHER = 16
-"""The number of files that a GPU decodes with one call."""
+_MOST_ELEMENTS, _MOST_BYTES = 2**32 - 1024, 1 << 28
+"""The most elements and bytes of the files that a GPU decodes with one call, unless one file has more. A call cannot find more changes, and
+it copies the files into pinned memory.
+"""
 
 
 class DirectFiles:
@@ -42,6 +45,8 @@ class DirectFiles:
         self._pace = pace
         self._waiting: list[GroupedPlan] = []
         """Files that are not decoded yet."""
+        self._elements = self._nbytes = 0
+        """The elements and bytes of these files."""
         self._alone: Resolution | None = None
         """The changes of files that are decoded one by one."""
 
@@ -50,8 +55,12 @@ class DirectFiles:
         codec = codec_for(plan.tensors)
         plan.writes[:] = True
         if codec.prefers_whole_state and isinstance(plan, GroupedPlan):
+            elements, nbytes = _elements_of(plan), len(plan.file.data)
+            is_full = self._elements + elements > _MOST_ELEMENTS or self._nbytes + nbytes > _MOST_BYTES
+            decoded = self.resolve() if is_full else ()
             self._waiting.append(plan)
-            return self.resolve() if len(self._waiting) == _TOGETHER else ()
+            self._elements, self._nbytes = self._elements + elements, self._nbytes + nbytes
+            return decoded
         if self._alone is None:
             self._alone = codec.deferred_resolution(self._threads)
         with on_side_stream(self._tensors.state) as wait:
@@ -70,13 +79,14 @@ class DirectFiles:
     def resolve(self) -> Sequence[Plan]:
         """Decode the files that wait with one call of the codec. Return their plans."""
         plans, self._waiting = self._waiting, []
+        self._elements = self._nbytes = 0
         if not plans:
             return ()
-        codec = codec_for(plans[0].tensors)
+        codec, threads = codec_for(plans[0].tensors), self._threads if self._pace is None else 1  # the server needs the other cores
         resolution = codec.deferred_resolution(self._threads, self._pace)
         with on_side_stream(self._tensors.state) as wait:
             try:
-                digests = resolve_together(plans, resolution, codec, self._threads)
+                digests = resolve_together(plans, resolution, codec, threads)
             except CorruptDelta:  # decoded against wrong weights, a valid delta can look corrupt
                 for plan in plans:
                     check_base(plan, codec, self._threads)
@@ -86,3 +96,8 @@ class DirectFiles:
             self._patches.add(resolution, plans)
             wait()
         return plans
+
+
+def _elements_of(plan: Plan) -> int:
+    """Return the number of elements that a delta may change, or a larger number. Two elements may share a byte."""
+    return plan.tensors.layout.elements if isinstance(plan.tensors, Columns) else 2 * int(sizes_of(plan.tensors).sum())

@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....codec.base import DigestingExchange, Resolution, Sums
-from ....delta.plan import Plan
+from ....delta.plan import Plan, sizes_of
 from ....format.digest import Digest
 from ....tensors.bits import State
-from ....tensors.columns import Columns
 from ....tensors.state import state_digest
 from .direct_tensors import DirectTensors
 
@@ -39,7 +38,7 @@ class DirectPatches:
         self._swapped = 0
         """The number of patches that hold old values."""
         self._parts: list[tuple[int, NDArray[np.int64], NDArray[np.int64]]] = []
-        """The tensors, or parts of tensors, that patches digest: the number of the patch, their numbers, and their numbers in the patch."""
+        """For each patch that digests tensors, or parts of tensors: its number, their numbers, and their numbers in the patch."""
         self._covered = np.zeros_like(tensors.sizes)
         """The number of elements of each tensor that patches digest."""
         self._rows: list[tuple[int, NDArray[np.int64]]] = []
@@ -61,13 +60,13 @@ class DirectPatches:
             The results of decoding into it, with one call. Tensors of other plans are not digested while they are written.
         """
         exchange = resolution.compact()
-        for plan in plans if exchange is not None else ():
-            assert exchange is not None
-            which = np.flatnonzero(exchange.digested[plan.numbers[: len(plan.tensors)]])
-            names, sizes = _names_and_sizes(plan, which)
-            numbers = self._tensors.numbers(names)
+        if exchange is not None and plans:
+            rows = np.concatenate([plan.numbers[: len(plan.tensors)] for plan in plans])
+            which = np.flatnonzero(exchange.digested[rows])
+            numbers = np.concatenate([self._tensors.numbers(plan.tensors) for plan in plans])[which]
+            sizes = np.concatenate([sizes_of(plan.tensors) for plan in plans])[which]
             np.add.at(self._covered, numbers, sizes)  # a plan may have several parts of a tensor
-            self._parts.append((len(self._patches), numbers, plan.numbers[which]))
+            self._parts.append((len(self._patches), numbers, rows[which]))
         self._patches.append((resolution, exchange))
 
     def complete(self) -> None:
@@ -117,13 +116,3 @@ class DirectPatches:
             if rows.size:
                 total += Digest.sum(sums[number][rows])
         return total
-
-
-def _names_and_sizes(plan: Plan, which: NDArray[np.int64]) -> tuple[list[str], NDArray[np.int64]]:
-    """Return the names, and the numbers of elements, of some tensors of a plan."""
-    numbers = which.tolist()
-    if isinstance(plan.tensors, Columns):
-        names = plan.tensors.layout.names
-        return [names[number] for number in numbers], plan.tensors.layout.sizes[which]
-    some = [plan.tensors[number] for number in numbers]
-    return [tensor.name for tensor in some], np.array([tensor.size for tensor in some], np.int64)

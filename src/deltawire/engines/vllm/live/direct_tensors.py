@@ -13,9 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from ....format.digest import Digest, TensorKeys
-from ....tensors.bits import State
-from ....tensors.columns import ColumnState, in_columns
+from ....tensors.bits import State, TensorBits
+from ....tensors.columns import Columns, ColumnState, Layout, in_columns
 from ..layout.types import TensorLayout
+
+_MOST_PARTS = 4096
+"""The most parts that are kept. A version has at most 128 files, and most versions of a chain are cut at the same tensors."""
 
 
 class DirectTensors:
@@ -44,16 +47,24 @@ class DirectTensors:
         self._numbers = {name: number for number, name in enumerate(self.by_name)}
         keys = ((name, tensors[name].spec.dtype, tensors[name].spec.shape) for name in self.by_name)
         self._tags = TensorKeys.of(keys).tags
+        self._last_chosen: tuple[bytes, State] = b"", {}
+        self._parts: dict[tuple[int, int], ColumnState] = {}
+        """The parts that files of earlier updates covered, by the number of the first tensor, and the number of tensors."""
+        self._firsts: dict[Layout, int] = {}
+        """The number of the first tensor of each part."""
 
-    def numbers(self, names: Sequence[str]) -> NDArray[np.int64]:
-        """Return the numbers of tensors in `by_name`.
+    def numbers(self, tensors: Sequence[TensorBits]) -> NDArray[np.int64]:
+        """Return the numbers of tensors in `by_name`, and −1 for those that are not there.
 
         Parameters
         ----------
-        names
-            Their names.
+        tensors
+            The tensors. Those of a `part` are not looked at one by one.
         """
-        return np.fromiter(map(self._numbers.__getitem__, names), np.int64, len(names))
+        first = self._firsts.get(tensors.layout) if isinstance(tensors, Columns) else None
+        if first is not None:
+            return np.arange(first, first + len(tensors))
+        return np.fromiter((self._numbers.get(tensor.name, -1) for tensor in tensors), np.int64, len(tensors))
 
     def chosen(self, chosen: NDArray[np.bool_]) -> State:
         """Return some of the tensors, in columns if possible.
@@ -63,8 +74,13 @@ class DirectTensors:
         chosen
             Whether each tensor is one of them.
         """
-        names = [self._names[number] for number in np.flatnonzero(chosen).tolist()]
-        return in_columns({name: self.by_name[name] for name in names})
+        if chosen.all():
+            return self.state
+        key = chosen.tobytes()
+        if key != self._last_chosen[0]:  # updates that leave tensors as they are usually leave the same ones
+            names = [self._names[number] for number in np.flatnonzero(chosen).tolist()]
+            self._last_chosen = key, in_columns({name: self.by_name[name] for name in names})
+        return self._last_chosen[1]
 
     def tag(self, chosen: NDArray[np.bool_]) -> Digest:
         """Return the contribution of some of the tensors to a digest that does not depend on their elements.
@@ -76,7 +92,7 @@ class DirectTensors:
         """
         return Digest.sum(self._tags[chosen])
 
-    def part(self, names: Sequence[str]) -> State | None:
+    def part(self, names: Sequence[str]) -> ColumnState | None:
         """Return some of the tensors in columns. None if one of them is not direct, or if they are not in columns.
 
         Parameters
@@ -87,7 +103,14 @@ class DirectTensors:
         first = self._numbers.get(names[0]) if names else None
         if first is None or not isinstance(self.state, ColumnState) or self._names[first : first + len(names)] != list(names):
             return None
-        return self.state.part(first, len(names))
+        found = self._parts.get((first, len(names)))
+        if found is None:
+            if len(self._parts) == _MOST_PARTS:
+                self._parts.clear()
+                self._firsts.clear()
+            found = self._parts[first, len(names)] = self.state.part(first, len(names))
+            self._firsts[found.columns.layout] = first
+        return found
 
 
 def tied_tensors(tensors: Mapping[str, TensorLayout]) -> dict[str, str]:

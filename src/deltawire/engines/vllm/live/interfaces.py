@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -95,6 +95,11 @@ def base_of(layout: TensorLayout, name: str, source: BaseSource | None, *, devic
     if isinstance(found, torch.Tensor):
         return found
     return to_torch(found) if device is None else to_torch(found).to(device, copy=True)
+
+
+def inputs_of(rules: Iterable[ModuleRule]) -> frozenset[str]:
+    """Return the tensors of the chain that modules with these rules depend on."""
+    return frozenset(name for rule in rules for name in rule.inputs)
 
 
 def some_memory(tensors: Mapping[str, TensorLayout]) -> dict[str, torch.Tensor]:

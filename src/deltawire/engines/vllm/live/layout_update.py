@@ -33,7 +33,7 @@ from ..layout.types import ModuleRule, Scatter
 from .direct_files import DirectFiles
 from .direct_patches import DirectPatches
 from .direct_tensors import DirectTensors
-from .interfaces import BaseSource, Layout, ModuleLoad, base_of, some_memory
+from .interfaces import BaseSource, Layout, ModuleLoad, base_of, inputs_of, some_memory
 from .ownership import Decoders
 from .scatter_lists import Changes, are_same, as_changes, merged, narrow, read_values, write_values
 
@@ -97,7 +97,7 @@ class LayoutUpdate:
         self.changed = 0
         """The number of elements that the update changes."""
         self.touched: set[str] = set()
-        """The tensors that change."""
+        """The tensors that change, without those that nothing else depends on."""
         self.recomputes: Sequence[ModuleRule] = ()
         """The rules of modules that are recomputed when the update is written."""
         self.kept: dict[str, list[TensorPatch]] = {}
@@ -123,11 +123,12 @@ class LayoutUpdate:
         delta
             The bytes of the delta file.
         """
-        file = delta_file.parse(delta, names=names)
+        file = delta_file.parse(delta, names=names, threads=False)  # the server needs the other cores
         if file.structure.added or file.structure.removed:
             raise CorruptDelta("the delta adds or removes tensors, but an update in memory can only change values.")
-        if self._decoders is None and self._plain.issuperset(names):
-            self._add_whole(names, file)
+        bases = self._direct_tensors.part(names) if self._decoders is None else None
+        if bases is not None and self._plain.issuperset(names):
+            self._add_direct(plan_delta(bases, file))
             return file.before, file.after
         with on_side_stream(some_memory(self._layout.tensors)) as wait:
             if can_cut(file) and (windows := self._windows(names, file)):
@@ -142,7 +143,7 @@ class LayoutUpdate:
 
         Raises as `add` does, and `TensorsTied` if names that share memory change in different ways.
         """
-        self._note(self._direct_files.complete())
+        self._note_direct(self._direct_files.complete())
         for name, first in self._tied.items():
             one, other = (self._tied_changes.get(each, []) for each in (first, name))
             if not are_same(one, other):
@@ -310,12 +311,17 @@ class LayoutUpdate:
     def _add_whole(self, names: Sequence[str], file: DeltaFile) -> None:
         bases = self._direct_tensors.part(names) or {name: self._base(name) for name in names}
         plan = plan_delta(bases, file)
-        cover(self._coverage, plan)
         if self._plain.issuperset(_names_of(plan)):
-            self._note(self._direct_files.add(plan))
-            self.direct_change += file.after - file.before
+            self._add_direct(plan)
         else:
+            cover(self._coverage, plan)
             self._add_mixed(plan, bases)
+
+    def _add_direct(self, plan: Plan) -> None:
+        """Decode a file of tensors that the codec writes by itself, now or later together with others."""
+        cover(self._coverage, plan)
+        self._note_direct(self._direct_files.add(plan))
+        self.direct_change += plan.file.after - plan.file.before
 
     def _add_windows(self, names: Sequence[str], file: GroupedDelta, windows: Sequence[Window]) -> None:
         """Decode a file in windows, and leave out those that only other workers need."""
@@ -359,10 +365,12 @@ class LayoutUpdate:
     @functools.cached_property
     def _inputs(self) -> frozenset[str]:
         """Tensors that modules are processed or loaded from again. Their changes must be known."""
-        again = {name for name, rule in self._layout.modules.items() if rule.how in ("reprocess", "load_anew")}
-        if not again:
-            return frozenset()
-        return frozenset(name for name, layout in self._layout.tensors.items() if again.intersection(layout.modules))
+        return inputs_of(rule for rule in self._layout.modules.values() if rule.how in ("reprocess", "load_anew"))
+
+    @functools.cached_property
+    def _followed(self) -> frozenset[str]:
+        """Direct tensors that modules depend on. Other direct tensors need not be named when they change, and there are thousands."""
+        return inputs_of(self._layout.modules.values())
 
     def _add_mixed(self, plan: Plan, bases: Mapping[str, Base], *, is_whole: bool = True) -> tuple[Digest, Digest]:
         """Decode a file, and list the changes that the codec does not write. Returns the digests before and after.
@@ -392,7 +400,8 @@ class LayoutUpdate:
         self.direct_change += digests[1] - digests[0] - (after - before)
         if plan.writes.any():
             self._patches.add(resolution, [plan])
-        self._note([plan])
+        self._count([plan])
+        self._touch(plan)
         if on_device and self._pace is not None:
             self._pace(int(sizes_of(plan.tensors).sum()))
         return digests
@@ -424,14 +433,25 @@ class LayoutUpdate:
             scatters = self._layout.locate(name, indices, values)
         self.add_scatters(scatters)
 
-    def _note(self, plans: Sequence[Plan]) -> None:
-        """Note what changes, once the plans are decoded."""
-        for plan in plans:
-            changed = plan.changed[: len(plan.tensors)]
-            names = _names_of(plan)
-            self.touched.update(map(names.__getitem__, np.flatnonzero(changed).tolist()))
-            self.changed += int(changed.sum())
-            self.nbytes += int((np.where(plan.writes, changed, 0) * (4 + itemsizes_of(plan.tensors))).sum())
+    def _note_direct(self, plans: Sequence[Plan]) -> None:
+        """Note what changes, once plans of tensors that the codec writes are decoded."""
+        if plans:
+            self._count(plans)
+        for plan in plans if self._followed else ():
+            if not self._followed.isdisjoint(_names_of(plan)):
+                self._touch(plan)
+
+    def _touch(self, plan: Plan) -> None:
+        """Note the tensors that change, once a plan is decoded."""
+        names = _names_of(plan)
+        self.touched.update(map(names.__getitem__, np.flatnonzero(plan.changed[: len(plan.tensors)]).tolist()))
+
+    def _count(self, plans: Sequence[Plan]) -> None:
+        """Add up what changes, once plans are decoded."""
+        changed = np.concatenate([plan.changed[: len(plan.tensors)] for plan in plans])
+        written = np.where(np.concatenate([plan.writes for plan in plans]), changed, 0)
+        self.changed += int(changed.sum())
+        self.nbytes += int((written * (4 + np.concatenate([itemsizes_of(plan.tensors) for plan in plans]))).sum())
 
 
 def _is_divided(windows: Sequence[Window], decoders: Decoders) -> bool:

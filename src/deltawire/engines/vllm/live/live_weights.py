@@ -17,7 +17,7 @@ from ....errors import BaseMismatch, ChainBroken, EngineQuarantined, EngineRefus
 from ....format import delta_file
 from ....format.delta_file import DeltaBytes
 from ....format.digest import Digest, TensorKeys
-from ....format.records.record_parts import FileEntry, record_hash
+from ....format.records.record_parts import CommitRef, FileEntry
 from ....format.records.version_records import Commit
 from ....subscribe.tensor_table import TensorSpec, TensorTable
 from ....tensors.gpu_handover import on_side_stream, synchronize_streams
@@ -52,6 +52,9 @@ class DeltaHop(Protocol):
 
     @property
     def target(self) -> Commit: ...
+
+    @property
+    def target_ref(self) -> CommitRef: ...
 
     @property
     def files(self) -> Sequence[FileEntry]: ...
@@ -275,7 +278,7 @@ class LiveWeights:
             for name, error in failed.items():
                 self.layout.load_anew(name, f"it cannot be processed while the server runs: {error}")
             update, difference = self._decode(version, hop, read, peek or read)  # again, because other changes must be known now
-        target = LiveVersion(hop.target.ref(record_hash(hop.target.to_bytes())), version.digest + difference)
+        target = LiveVersion(hop.target_ref, version.digest + difference)
         return StagedUpdate(hop, update if hop.files else None, version.digest, target, update.nbytes, update.unchecked)
 
     def _decode(self, version: LiveVersion, hop: DeltaHop, read: Read, peek: Read) -> tuple[LayoutUpdate, Digest]:

@@ -11,7 +11,7 @@ import torch
 from ....errors import EngineRefused
 from ....tensors.gpu_handover import on_side_stream
 from ..layout.types import ModuleRule, Scatter
-from .interfaces import Layout, ModuleLoad
+from .interfaces import Layout, ModuleLoad, inputs_of
 from .layout_update import LayoutUpdate
 
 logger = logging.getLogger("vllm.deltawire")
@@ -50,7 +50,8 @@ class ModuleRules:
     def of(self, layout: Layout, update: LayoutUpdate) -> list[ModuleRule]:
         """Return the rules of modules that depend on changed tensors. Raises `EngineRefused` if the whole model must be loaded anew."""
         tensors = layout.tensors
-        apart = sorted(name for name in update.touched if (tensor := tensors[name]).modules or tensor.kind == "module")
+        inputs = inputs_of(layout.modules.values())
+        apart = sorted(name for name in update.touched if name in inputs or tensors[name].kind == "module")
         for name in apart:
             if self.is_lost(layout, name):
                 raise EngineRefused(f"all weights must be loaded anew, because of tensor {name!r}: {tensors[name].reason}")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ....format.digest import Digest
-from ....format.records.record_parts import FileEntry
+from ....format.records.record_parts import CommitRef, FileEntry
 from ....format.records.version_records import Commit
 from .update_types import LiveVersion, StagedUpdate
 
@@ -27,12 +27,15 @@ class HopBack:
         The version that the hop led to.
     target
         The version before it.
+    target_ref
+        The reference to that version's commit.
     files
         The files of the hop.
     """
 
     base: Commit
     target: Commit
+    target_ref: CommitRef
     files: Sequence[FileEntry]
 
 
@@ -77,7 +80,7 @@ class LiveUndo:
         if not self.most_bytes or (staged.update is not None and not staged.update.can_turn):
             self.clear()
             return
-        back = HopBack(staged.hop.target, staged.hop.base, staged.hop.files)
+        back = HopBack(staged.hop.target, staged.hop.base, before.ref, staged.hop.files)
         unchecked = Digest(), Digest()  # what only some workers decode was compared on the way there
         self._kept.append(replace(staged, hop=back, before=staged.target.digest, target=before, unchecked=unchecked, is_back=True))
         while self._kept and (self.nbytes > self.most_bytes or len(self._kept) > _MOST_UPDATES):
