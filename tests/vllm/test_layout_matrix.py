@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from emulated_kernels import requantise_on_cpu
-from fake_layout import alone
+from fake_layout import FakeHop, alone
 from layout_cases import CASES, COMPUTED, CONVERTED, UPDATES, Chain, emulate, load_norms_with, stays, table_of, visible, ways
 from loaded_models import LoadedModel, import_vllm, load_model, read_checkpoint
 from model_logits import logits
@@ -20,7 +20,6 @@ from tiny_checkpoints import TinyModel
 
 from deltawire.chain.log import ChainLog
 from deltawire.errors import EngineRefused
-from deltawire.format.records.record_parts import FileEntry
 from deltawire.format.records.version_records import Commit
 from deltawire.subscribe.tensor_table import TensorTable, write_table
 
@@ -28,15 +27,6 @@ if TYPE_CHECKING:
     from deltawire.engines.vllm.live.live_weights import LiveWeights
 
 pytestmark = pytest.mark.slow
-
-
-@dataclass(frozen=True)
-class Hop:
-    """A hop whose files are in a store."""
-
-    base: Commit
-    target: Commit
-    files: tuple[FileEntry, ...]
 
 
 class Kept:
@@ -134,7 +124,7 @@ def test_after_twenty_updates_a_model_has_the_memory_and_the_logits_of_a_fresh_l
     assert first.digest is not None
     weights.adopt(LiveVersion(ChainLog(chain.store).ref(first), first.digest))
     for number, target in enumerate(chain.commits[1:]):
-        hop = Hop(chain.commits[number], target, target.files)
+        hop = FakeHop(chain.commits[number], target, target.files)
         if number == 1:  # another worker fails after this one has written, so it must write its old weights back
             held, answers = (memory(live.model), logits(live)), iter([[], [1], []])
             with live.active():
@@ -221,7 +211,7 @@ def test_one_module_is_loaded_anew_while_the_others_are_patched(tmp_path: Path, 
 
     def swap(target: Commit) -> Any:
         with live.active():
-            return weights.swap(weights.stage(Hop(chain.commits[-2], target, target.files), chain.read), alone)
+            return weights.swap(weights.stage(FakeHop(chain.commits[-2], target, target.files), chain.read), alone)
 
     made = swap(chain.publish())
     assert (made.outcome, made.times["modules_loaded_anew"]) == ("made", 1), made.error
@@ -267,7 +257,7 @@ def test_a_module_that_vllm_does_not_load_anew_correctly_is_never_left_wrong(tmp
     weights.adopt(LiveVersion(ChainLog(chain.store).ref(first), first.digest))
     target, held = chain.publish(), memory(live.model)
     chain.close()
-    hop = Hop(first, target, target.files)
+    hop = FakeHop(first, target, target.files)
     staged, norm = weights.stage(hop, chain.read), "model.layers.0.input_layernorm"
     with live.active():
         outcome = weights.swap(staged, alone)
