@@ -226,7 +226,7 @@ class GroupedPlan:
         bases: Sequence[Bits | None]
         if self._columns is not None and not self.added and not self._copied:
             bases, counts, seeds = self._columns.group(group.type.code, group.members)
-            writes = self.writes if group.members.size == self.writes.size else self.writes[group.members]
+            writes = self.writes[group.members]
         else:
             held, seeds = len(self.tensors), self.keys.seeds[group.members]
             numbers = group.members.tolist()
@@ -263,11 +263,9 @@ def resolve_together(plans: Sequence[GroupedPlan], resolution: Resolution, codec
         outcomes = resolution.add_groups([placed[number][0].resolve_group(group, placed[number][1]) for number, group in work], data)
         for (number, group), outcome in zip(work, outcomes, strict=True):
             plan, (before, after) = plans[number], digests[number]
-            count = group.members.size
-            which = slice(None) if count == plan.changed.size else group.members
-            plan.changed[which] = outcome.changed
-            plan.numbers[which] = np.arange(done, done + count)
-            done += count
+            plan.changed[group.members] = outcome.changed
+            plan.numbers[group.members] = np.arange(done, done + group.members.size)
+            done += group.members.size
             digests[number] = before + Digest(outcome.before), after + Digest(outcome.after)
     return digests
 
