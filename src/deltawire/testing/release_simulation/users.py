@@ -92,7 +92,7 @@ class Users:
             "finish_reason": "stop",
             "weight_versions": [{"start": start, "end": end, "version": str(seq)} for start, end, seq in spans],
         }
-        self.world.drawn[answer.id] = [{"prompt_token_ids": list(prompt), "choices": [choice]}]
+        self.world.drawn[answer.id] = [{"prompt_token_ids": list(prompt), "changed_by": [], "choices": [choice]}]
         if gateway.process is not process or not gateway.is_up:
             return  # the user got no answer; the next session finds the intent
         gateway.records(intent)
