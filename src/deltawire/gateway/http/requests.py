@@ -77,9 +77,8 @@ class AskedFor:
 
     @property
     def choices(self) -> int:
-        """The number of completions for each prompt."""
-        n = self.body.get("n")
-        return n if type(n) is int and n > 0 else 1
+        """The number of completions for each prompt. `read_request` has checked it."""
+        return self.body.get("n") or 1
 
     @property
     def model(self) -> str:
@@ -112,8 +111,9 @@ def read_request(
     )
     if memory is not None:
         asked.memory = memory
-    if asked.choices > MAX_CHOICE + 1:
-        raise RequestMalformed(f"n is {asked.choices}; at most {MAX_CHOICE + 1} completions are allowed.")
+    n = body.get("n")
+    if n is not None and (type(n) is not int or not 1 <= n <= MAX_CHOICE + 1):  # engines read "2" and 2.0 as 2
+        raise RequestMalformed(f"n must be a whole number from 1 to {MAX_CHOICE + 1}.")
     return asked
 
 

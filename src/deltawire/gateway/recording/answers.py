@@ -126,6 +126,8 @@ def row_of(
         for number, call in enumerate(calls):
             prompt = _ids(call["prompt_token_ids"])
             drawn = [_read(choice) for choice in call["choices"]]
+            if len(drawn) > int(intent["choices"]):  # they would be taken for answers to the next prompt
+                raise Unusable("the engine drew more answers than the request asks for.")
             places: dict[bool, int] = {}
             for index, each in enumerate(drawn):
                 if not each.tokens:
