@@ -56,6 +56,11 @@ def test_parameters_without_a_number_may_have_a_default_of_the_engine() -> None:
     assert not_named(dict.fromkeys(DEFAULTED, 0) | {"top_p": None, "top_k": True, "min_p": "0"}) == ["top_p", "top_k", "min_p"]
 
 
+@pytest.mark.parametrize("value", [1e9, -1e9, 10**400, float("inf"), float("nan")])
+def test_a_number_that_cannot_be_recorded_counts_as_not_named(value: float) -> None:
+    assert not_named(dict.fromkeys(DEFAULTED, 1) | {"temperature": value}) == ["temperature"]
+
+
 def client(*, watermark: Any = None, processors: Any = None) -> Any:
     model = SimpleNamespace(logprobs_mode="processed_logprobs", logits_processors=processors)
     return SimpleNamespace(model_config=model, vllm_config=SimpleNamespace(watermark_config=watermark))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
+from ...engines.sampling_changes import number_of
 from ...errors import RequestMalformed
 from ...format.interactions import MAX_CHOICE
 from ...format.live_parts import ANY_ID, MAX_TAG_NAME, MAX_TAG_VALUE, MAX_TAGS, new_inference_id
@@ -86,9 +87,9 @@ class AskedFor:
         return model[:200] if isinstance(model, str) and model else "-"
 
     def number(self, name: str, default: float = 1.0) -> float:
-        """Return a parameter of the sampling, or its default if the request has no number there."""
-        value = self.body.get(name)
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e9 else default
+        """Return a parameter of the sampling, or its default if the request has no number there that can be recorded."""
+        found = number_of(self.body.get(name))
+        return default if found is None else found
 
     @property
     def answer_id(self) -> str:
