@@ -104,6 +104,22 @@ def test_a_function_may_keep_or_withhold_tokens(engine: str, store: Store, tmp_p
             assert (one.train, bool(made.mask.all()), prompt != [0]) == (keeps, keeps, keeps), (content, tags)
 
 
+def test_a_function_decides_which_model_is_recorded() -> None:
+    asked = asked_for({"model": "alice@example.com", "messages": [{"role": "user", "content": "a"}]})
+    intent = intent_of(asked, engine="http://e", seq=3, channel=None, user=None)
+    choice = {"token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}
+    calls, copy = [{"prompt_token_ids": [1], "choices": [choice]}], b'{"choices": [{"index": 0, "message": {"content": "b"}}]}'
+
+    def recorded_model(redact: Any) -> str:
+        (one,) = row_of(intent, calls, logprobs=None, oldest=3, asked=asked, copies=[copy], redact=redact)["interactions"]
+        return str(one["model"])
+
+    assert recorded_model(lambda shown: shown) == "alice@example.com"
+    assert recorded_model(lambda shown: {**shown, "model": "hidden"}) == "hidden"
+    assert recorded_model(lambda shown: {**shown, "model": "a\nb" + "c" * 300}) == "a?b" + "c" * 197
+    assert recorded_model(lambda shown: {name: value for name, value in shown.items() if name != "model"}) == "-"
+
+
 def test_each_completion_of_a_request_keeps_its_own_tokens(engine: str, store: Store, tmp_path: Path) -> None:
     hiding_one_answer.calls = 0
     with gateway(store, tmp_path, engine, redact=hiding_one_answer) as scene:

@@ -22,7 +22,17 @@ from ...engines.vllm.driver.token_route import LabelledTokens, read_choice
 from ...errors import CorruptInteractions, EngineError
 from ...events import OnEvent
 from ...fleet.member_routing import join_routing
-from ...format.interactions import MAX_MESSAGES, MAX_TEXT, MAX_WORD, AnswerFacts, ConversationText, Interaction, Interactions, Message
+from ...format.interactions import (
+    MAX_MESSAGES,
+    MAX_MODEL_NAME,
+    MAX_TEXT,
+    MAX_WORD,
+    AnswerFacts,
+    ConversationText,
+    Interaction,
+    Interactions,
+    Message,
+)
 from ...format.records.canonical import Fields
 from ...format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from ...format.routing import RecordedExperts, RoutingLayout
@@ -307,6 +317,7 @@ def _redacted(
     is_same = (found, answer) == (conversation, text.text) and not text.has_more and is_all_text(asked.body, number)
     keeps_tokens = redact is None or bool(shown.get("tokens", is_same))
     values = {name: getattr(one, name) for name in one.__dataclass_fields__}
+    values["model"] = _printable(str(shown.get("model") or "-"))[:MAX_MODEL_NAME]
     values |= {"tags": dict(shown["tags"]), "train": one.train and keeps_tokens and bool(shown.get("train", True))}
     if keeps_text and fits:
         values["text"] = ConversationText(kept, answer)
