@@ -203,6 +203,13 @@ def test_the_small_server_uses_nothing_but_temperature_and_top_p(scene: Scene) -
         ({"prompt": "a"}, True),
         ({"prompt": [1, 2]}, False),
         ({"prompt": ["a", [1]]}, True),
+        ({"prompt": "a", "include_reasoning": True}, True),
+        ({"prompt": "a", "include_reasoning": False}, False),
+        ({"prompt": "a", "include_reasoning": "false"}, False),
+        ({"prompt": "a", "stop": None, "stop_token_ids": []}, True),
+        ({"prompt": "a", "stop": ["w5"]}, False),
+        ({"prompt": "a", "stop": "w", "include_stop_str_in_output": True}, False),  # its last token may have more than the stop text
+        ({"prompt": "a", "stop_token_ids": [5]}, False),
     ],
 )
 def test_a_function_is_trusted_with_tokens_only_if_it_sees_their_whole_text(body: dict[str, Any], is_text: bool) -> None:
@@ -222,12 +229,29 @@ def test_each_prompt_of_a_request_is_shown_with_its_own_answer() -> None:
         ({"content": "a", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}, True),
         ({"content": "a", "reasoning": "b"}, True),
         ({"content": None, "refusal": "b"}, True),
+        ({"content": [{"type": "text", "text": "a"}]}, False),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "audio", "data": "b"}]}, True),
     ],
 )
 def test_what_the_model_wrote_besides_its_text_is_noticed(message: dict[str, Any], has_more: bool) -> None:
     for name in ("message", "delta"):
         answer = json.dumps({"choices": [{"index": 0, name: message}]}).encode()
         assert read_answer("chat", [answer])[0].has_more == has_more
+
+
+def test_a_part_of_an_answer_that_cannot_be_read_is_noticed() -> None:
+    events = [{"index": 0, "delta": {"content": "a"}}, {"index": 0, "delta": "b"}, {"index": 0, "delta": {"content": "c"}}]
+    copies = [b"data: " + json.dumps({"choices": [event]}).encode() + b"\n\n" for event in events]
+    one = read_answer("chat", copies)[0]
+    assert (one.text, one.has_more) == ("ac", True)
+
+
+def test_the_tokens_of_text_that_a_stop_text_removes_from_the_answer_are_not_recorded(engine: str, store: Store, tmp_path: Path) -> None:
+    with gateway(store, tmp_path, engine, redact=lambda shown: shown) as scene:
+        words = scene.chat("w1", **DRAW)[1]["choices"][0]["message"]["content"].split()
+        for stop, keeps in (([], True), ([words[1]], False)):
+            ((one, prompt, made),) = recorded(scene, "w1", stop=stop)
+            assert (one.train, made.tokens.any(), prompt != [0]) == (keeps, keeps, keeps)
 
 
 def test_an_answer_whose_text_was_lost_is_not_recorded_if_a_function_decides() -> None:
