@@ -167,6 +167,32 @@ def test_an_answer_that_was_drawn_otherwise_is_not_trained_on(change: dict[str, 
     assert inline_row({**WHOLE, **change}, changed_by=[]) == (True, [])  # the engine knows better
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+TEXT = {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ({"messages": [{"role": "user", "content": [TEXT]}]}, None),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}, "b"]}]}, None),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}, {"role": "tool", "content": "a"}]}, None),
+        ({"input": [{"type": "function_call_output", "output": "b"}]}, None),
+        ({"messages": [{"role": "user", "content": [TEXT, IMAGE]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": [{"image_url": "data:"}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "input_audio"),
+        ({"messages": [{"role": "user", "content": [7]}]}, "unknown"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input_image"),
+        ({"input": [{"type": "function_call_output", "output": [{"type": "input_file", "file_id": "a"}]}]}, "input_file"),
+        ({"prompt": "a", "prompt_embeds": "b"}, "prompt_embeds"),
+    ],
+)
+def test_an_answer_to_more_than_tokens_is_not_trained_on(body: dict[str, Any], kind: str | None) -> None:
+    train, reasons = inline_row({**WHOLE, **body}, changed_by=[])  # also if the engine, with an older middleware, tells of no change
+    assert train == (kind is None)
+    assert [kind in reason for reason in reasons] == ([] if kind is None else [True])
+
+
 def test_an_engine_that_tells_what_it_used_is_believed(policy: TinyPolicy, store: Store, tmp_path: Path) -> None:
     engine = ScriptedEngine(str(policy.first.seq))
     with serving(engine.serve) as url, gateway(store, tmp_path, url) as scene:

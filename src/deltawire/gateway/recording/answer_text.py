@@ -25,6 +25,8 @@ _REFUSING = (
 _PROMPTS = ("messages", "input", "prompt")
 _TEXT_FIELDS = frozenset({"role", "content", "type", "id", "status"})
 """`request_messages` and `ChoiceText.text` show everything of a message that has only these fields."""
+_TEXT_KINDS = ("text", "input_text", "output_text", "refusal", "thinking", "reasoning_text", "summary_text")
+_LONGEST_KIND = 40
 _MORE = (
     "tools",
     "functions",
@@ -118,6 +120,26 @@ def request_messages(body: Mapping[str, Any], number: int = 0) -> list[tuple[str
         return []
     messages = [each for each in prompt if isinstance(each, dict)]
     return [(str(each.get("role", "user")), _content(each.get("content"))) for each in messages]
+
+
+def other_parts(body: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of parts of the prompt that token ids do not contain, such as images and audio."""
+    found = {"prompt_embeds"} if body.get("prompt_embeds") else set[str]()
+    for name in _PROMPTS:
+        prompt = body.get(name)
+        for message in prompt if isinstance(prompt, list) else ():
+            for parts in (message.get("content"), message.get("output")) if isinstance(message, dict) else ():
+                found.update(_kind(part) for part in (parts if isinstance(parts, list) else ()) if not _is_text_kind(part))
+    return sorted(found)
+
+
+def _is_text_kind(part: Any) -> bool:
+    return isinstance(part, str) or (isinstance(part, dict) and (part.get("type") in _TEXT_KINDS or part.keys() == {"text"}))
+
+
+def _kind(part: Any) -> str:
+    names = [part.get("type"), *part] if isinstance(part, dict) else []
+    return next((name for name in names if isinstance(name, str) and name), "unknown")[:_LONGEST_KIND]
 
 
 def is_all_text(body: Mapping[str, Any], number: int = 0) -> bool:

@@ -38,7 +38,7 @@ from ...format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from ...format.routing import RecordedExperts, RoutingLayout
 from ..http.requests import AskedFor
 from ..options import Redact
-from .answer_text import ChoiceText, is_all_text, read_answer, request_messages, tool_names
+from .answer_text import ChoiceText, is_all_text, other_parts, read_answer, request_messages, tool_names
 
 _SUFFIX = re.compile(r"-(\d{1,6})$")
 _MOST_NAMES, _LONGEST_NAME = 20, 40
@@ -70,6 +70,7 @@ def intent_of(asked: AskedFor, *, engine: str, seq: int | None, channel: str | N
         "temperature": asked.number("temperature"),
         "top_p": asked.number("top_p"),
         "changed_by": changed_by(asked.body),
+        "other_parts": [_printable(kind) for kind in other_parts(asked.body)[:_MOST_NAMES]],
         "not_named": not_named(asked.body),
         "choices": asked.choices,
         "episode": asked.episode,
@@ -242,6 +243,8 @@ def _read(choice: Any) -> LabelledTokens:
 
 def _sampling_problem(intent: Mapping[str, Any], call: Mapping[str, Any], logprobs: str | None) -> str | None:
     """Return why an answer was not drawn as training assumes, or None if it was."""
+    if parts := intent.get("other_parts"):  # the journals of older gateways do not have it
+        return f"the recorded tokens are not the whole prompt, which has parts of the kind {', '.join(parts)}"
     changed, missing = call.get("changed_by"), []
     if changed is None:  # the engine does not tell, so the request decides
         changed, missing = intent.get("changed_by", ()), intent.get("not_named", DEFAULTED)
