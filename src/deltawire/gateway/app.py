@@ -214,7 +214,7 @@ class GatewayApp:
         self._requests += 1
         self._requests_of[caller.name] += 1
         try:
-            with self._memory.reservation() as reserved:
+            with self._memory.reservation(caller.name) as reserved:
                 yield reserved
         finally:
             self._requests -= 1
