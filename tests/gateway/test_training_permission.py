@@ -188,7 +188,7 @@ TEXT = {"type": "text", "text": "a"}
     ],
 )
 def test_an_answer_to_more_than_tokens_is_not_trained_on(body: dict[str, Any], kind: str | None) -> None:
-    train, reasons = inline_row({**WHOLE, **body}, changed_by=[])  # also if the engine, with an older middleware, tells of no change
+    train, reasons = inline_row({**WHOLE, **body}, changed_by=[])  # even if the engine, with an older middleware, tells of no change
     assert train == (kind is None)
     assert [kind in reason for reason in reasons] == ([] if kind is None else [True])
 

@@ -165,7 +165,7 @@ class FeedbackIntake:
         self._on_event = on_event
         self._number = 0
         self._waiting: dict[str | None, list[_Waiting]] = {}
-        """What waits, by its sender. The sender whose turn is next comes first."""
+        """The feedback that waits, by its sender. The sender whose turn is next comes first."""
         self._seen: OrderedDict[tuple[str | None, str], _Seen] = OrderedDict()
         self._arrived = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None

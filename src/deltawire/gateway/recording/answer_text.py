@@ -169,7 +169,7 @@ def _is_text_message(message: Any) -> bool:
 
 
 def _is_text(content: Any) -> bool:
-    """Return whether `_content` has everything that is there."""
+    """Return whether `_content` gives all of a content."""
     return all(map(_is_text_part, content)) if isinstance(content, list) else isinstance(content, str)
 
 
