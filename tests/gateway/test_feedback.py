@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
 import time
@@ -16,10 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltawire.chain.reader_options import ReaderOptions
-from deltawire.errors import GatewayError, RequestMalformed, UnusableKeys
-from deltawire.format.live_parts import new_inference_id
+from deltawire.errors import GatewayBusy, GatewayError, RequestMalformed, UnusableKeys
+from deltawire.format.feedback import Feedback
+from deltawire.format.live_parts import new_inference_id, new_session
 from deltawire.format.records.live_records import Metric, Metrics
-from deltawire.gateway.feedback import read_feedback
+from deltawire.gateway.feedback import FeedbackIntake, read_feedback
 from deltawire.gateway.http.api_keys import Caller
 from deltawire.gateway.http.bodies import dump, parse_object
 from deltawire.gateway.otlp import read_results
@@ -219,6 +221,55 @@ def test_feedback_is_never_acknowledged_twice_with_different_contents_at_the_sam
         found = list(pool.map(send, range(8)))
     (stored,) = [each for file in stored_feedback(scene.store) for each in file.feedback]
     assert found == [200 if bool(number % 2) == stored.value else 409 for number in range(8)]
+
+
+def test_one_sender_takes_only_a_part_of_the_places_and_the_others_get_their_turn(store: Store) -> None:
+    """The limits are 8,192 in all and 1,024 for each sender, and a file has 512."""
+    name = new_inference_id(5)
+
+    def feedback(caller: str | None) -> Feedback:
+        return read_feedback({"inference_id": name, "metric_name": "thumbs", "value": True}, Caller(caller, feedback_on_all=False))
+
+    async def run() -> None:
+        intake = FeedbackIntake(store, "ab" * 16, new_session("gateway"), None, dict)  # type: ignore[arg-type]
+        waiting = [asyncio.ensure_future(intake.store(feedback("app"), sender="app")) for _ in range(1024)]
+        await asyncio.sleep(0)
+        with pytest.raises(GatewayBusy, match="of the caller app"):
+            await intake.store(feedback("app"), sender="app")
+        waiting += [asyncio.ensure_future(intake.store(feedback("web"), sender="web")) for _ in range(2)]
+        waiting += [asyncio.ensure_future(intake.store(feedback(None))) for _ in range(2000)]  # without keys there is no sender
+        await asyncio.sleep(0)
+        intake.start()
+        await asyncio.gather(*waiting)
+        await intake.close()
+
+    asyncio.run(run())
+    files = [[one.caller for one in file.feedback] for file in stored_feedback(store)]
+    assert files[0][:6] == ["app", "web", None, "app", "web", None]
+    assert sorted(map(str, (caller for file in files for caller in file))) == ["None"] * 2000 + ["app"] * 1024 + ["web"] * 2
+
+
+def test_results_of_one_request_wait_for_the_store_in_pieces(
+    engine: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[int] = []
+    honest = FeedbackIntake._next_file
+
+    def next_file(self: FeedbackIntake) -> object:
+        waited.append(sum(map(len, self._waiting.values())))
+        return honest(self)
+
+    monkeypatch.setattr(FeedbackIntake, "_next_file", next_file)
+    with gateway(store, tmp_path, engine) as scene:
+        target = {"key": "gen_ai.response.id", "value": {"stringValue": scene.chat()[1]["id"]}}
+        named = {"key": "gen_ai.evaluation.name", "value": {"stringValue": "thumbs"}}
+        score = {"key": "gen_ai.evaluation.score.value", "value": {"doubleValue": 1}}
+        unnamed = {"eventName": "gen_ai.evaluation.result", "attributes": [target]}
+        records = [{**unnamed, "timeUnixNano": str(n), "attributes": [target, named, score]} for n in range(1000)] + [unnamed]
+        status, answer, _ = scene.post("/v1/logs", {"resourceLogs": [{"scopeLogs": [{"logRecords": records}]}]})
+        assert (status, answer["partialSuccess"]["rejectedLogRecords"]) == (200, "1")
+    assert sum(len(file.feedback) for file in stored_feedback(store)) == 1000
+    assert max(waited) <= 256
 
 
 JSON = st.recursive(

@@ -96,7 +96,7 @@ def test_feedback_of_two_callers_with_one_id_is_stored_in_two_files() -> None:
     waiting = intake.FeedbackIntake(None, "ab" * 16, "gw.0123456789abcdef", None, dict)  # type: ignore[arg-type]
     for caller in ("app", "web", "third"):
         feedback = intake.read_feedback(BODY, Caller(caller, feedback_on_all=False))
-        waiting._waiting.append((feedback, None))  # type: ignore[arg-type]
+        waiting._waiting.setdefault("judge", []).append((feedback, None))  # type: ignore[arg-type]
     taken = [[feedback.caller for feedback, _ in waiting._next_file()[1]] for _ in range(3)]
     assert taken == [["app"], ["web"], ["third"]]
-    assert waiting._waiting == []
+    assert waiting._waiting == {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures.thread
 import gzip
+import hashlib
 import json
 import threading
 import tracemalloc
@@ -59,6 +60,43 @@ def test_a_reservation_takes_nothing_if_it_does_not_fit() -> None:
         first.close()
         assert budget.used == 100
     assert budget.used == 0
+
+
+def test_one_caller_reserves_at_most_half_of_the_memory() -> None:
+    budget = MemoryBudget(100)
+    with budget.reservation("app") as first, budget.reservation("web") as other, budget.reservation() as nameless:
+        with pytest.raises(RequestTooLarge, match="of one caller"):
+            first.add(51)
+        first.add(30)
+        with first.another() as second:
+            with pytest.raises(GatewayFull, match="of the caller app"):
+                second.add(21)
+            second.add(20)
+            assert not first.fits(1)
+            other.add(50)
+        with pytest.raises(GatewayFull, match="requests take 80"):
+            nameless.add(21)
+        nameless.add(20)
+        assert budget.used_by == {"app": 30, "web": 50}
+    assert (budget.used, budget.used_by) == (0, {})
+
+
+def test_slow_requests_of_one_caller_leave_room_for_others(policy: TinyPolicy, store: Store, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("".join(f"{name} {hashlib.sha256(name.encode()).hexdigest()}\n" for name in ("app", "web")))
+    app, web = ({"authorization": f"Bearer {name}"} for name in ("app", "web"))
+    engine = ScriptedEngine(str(policy.first.seq))
+    engine.script = ["wait"]
+    with serving(engine.serve) as url, gateway(store, tmp_path, url, memory_bytes=1_200_000, keys=tmp_path / "keys") as scene:
+        first = threading.Thread(target=scene.chat, args=(LARGE, app))
+        first.start()
+        wait_until(lambda: engine.asked, "the first request")
+        status, answer, told = scene.chat(LARGE, app)
+        assert (status, answer["error"]["type"], told["retry-after"]) == (503, "GatewayFull", "1")
+        assert "of the caller app" in answer["error"]["message"]
+        assert scene.chat(LARGE, web)[0] == 200
+        assert scene.chat("w1", app)[0] == 200  # small ones fit
+        engine.go_on.set()
+        first.join()
 
 
 SHAPES = [

@@ -27,7 +27,7 @@ from deltawire.gateway.http.bodies import parse_object, read_body
 from deltawire.gateway.http.http_server import listen
 from deltawire.gateway.http.requests import read_request
 from deltawire.gateway.recording.answer_text import read_answer
-from deltawire.gateway.recording.answers import Unusable, row_of
+from deltawire.gateway.recording.answers import Unusable, intent_of, row_of
 from deltawire.store import Store
 
 
@@ -182,6 +182,27 @@ def test_answers_of_any_shape_are_read_or_left_out(answer: Any, route: str) -> N
     for calls in (answer, [{"prompt_token_ids": [1], "choices": answer}]):
         with contextlib.suppress(NAMED):
             row_of(intent, calls, logprobs=None, oldest=3)
+
+
+@pytest.mark.parametrize("n", [0, -1, 129, 10**9, 2.0, 5000.0, True, "2", [2], {}])
+def test_a_number_of_choices_that_engines_may_read_otherwise_is_refused(n: Any) -> None:
+    with pytest.raises(RequestMalformed, match="a whole number from 1 to 128"):
+        read_request("completions", {"prompt": ["a", "b"], "n": n}, {}, Caller(), consent=True)
+
+
+@pytest.mark.parametrize(("body", "choices"), [({}, 1), ({"n": None}, 1), ({"n": 1}, 1), ({"n": 128}, 128)])
+def test_the_number_of_choices_is_read(body: dict[str, Any], choices: int) -> None:
+    assert read_request("completions", body, {}, Caller(), consent=True).choices == choices
+
+
+def test_an_engine_that_draws_more_choices_than_were_asked_for_is_not_recorded() -> None:
+    """Otherwise a choice would be taken for one of the next prompt."""
+    asked = read_request("completions", {"prompt": ["a", "b"]}, {}, Caller(), consent=True)
+    choice = {"token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}
+    calls = [{"prompt_token_ids": [number], "choices": [choice, choice]} for number in range(2)]
+    intent = intent_of(asked, engine="http://e", seq=3, channel=None, user=None)
+    with pytest.raises(Unusable, match="more answers than the request asks for"):
+        row_of(intent, calls, logprobs=None, oldest=3)
 
 
 def test_names_of_users_that_are_no_text_are_refused(scene: Scene) -> None:

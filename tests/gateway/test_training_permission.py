@@ -104,6 +104,22 @@ def test_a_function_may_keep_or_withhold_tokens(engine: str, store: Store, tmp_p
             assert (one.train, bool(made.mask.all()), prompt != [0]) == (keeps, keeps, keeps), (content, tags)
 
 
+def test_a_function_decides_which_model_is_recorded() -> None:
+    asked = asked_for({"model": "alice@example.com", "messages": [{"role": "user", "content": "a"}]})
+    intent = intent_of(asked, engine="http://e", seq=3, channel=None, user=None)
+    choice = {"token_ids": [5], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": "stop"}
+    calls, copy = [{"prompt_token_ids": [1], "choices": [choice]}], b'{"choices": [{"index": 0, "message": {"content": "b"}}]}'
+
+    def recorded_model(redact: Any) -> str:
+        (one,) = row_of(intent, calls, logprobs=None, oldest=3, asked=asked, copies=[copy], redact=redact)["interactions"]
+        return str(one["model"])
+
+    assert recorded_model(lambda shown: shown) == "alice@example.com"
+    assert recorded_model(lambda shown: {**shown, "model": "hidden"}) == "hidden"
+    assert recorded_model(lambda shown: {**shown, "model": "a\nb" + "c" * 300}) == "a?b" + "c" * 197
+    assert recorded_model(lambda shown: {name: value for name, value in shown.items() if name != "model"}) == "-"
+
+
 def test_each_completion_of_a_request_keeps_its_own_tokens(engine: str, store: Store, tmp_path: Path) -> None:
     hiding_one_answer.calls = 0
     with gateway(store, tmp_path, engine, redact=hiding_one_answer) as scene:
@@ -151,6 +167,32 @@ def test_an_answer_that_was_drawn_otherwise_is_not_trained_on(change: dict[str, 
     assert inline_row({**WHOLE, **change}, changed_by=[]) == (True, [])  # the engine knows better
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+TEXT = {"type": "text", "text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ({"messages": [{"role": "user", "content": [TEXT]}]}, None),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}, "b"]}]}, None),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}, {"role": "tool", "content": "a"}]}, None),
+        ({"input": [{"type": "function_call_output", "output": "b"}]}, None),
+        ({"messages": [{"role": "user", "content": [TEXT, IMAGE]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": [{"image_url": "data:"}]}]}, "image_url"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "input_audio"),
+        ({"messages": [{"role": "user", "content": [7]}]}, "unknown"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input_image"),
+        ({"input": [{"type": "function_call_output", "output": [{"type": "input_file", "file_id": "a"}]}]}, "input_file"),
+        ({"prompt": "a", "prompt_embeds": "b"}, "prompt_embeds"),
+    ],
+)
+def test_an_answer_to_more_than_tokens_is_not_trained_on(body: dict[str, Any], kind: str | None) -> None:
+    train, reasons = inline_row({**WHOLE, **body}, changed_by=[])  # even if the engine, with an older middleware, tells of no change
+    assert train == (kind is None)
+    assert [kind in reason for reason in reasons] == ([] if kind is None else [True])
+
+
 def test_an_engine_that_tells_what_it_used_is_believed(policy: TinyPolicy, store: Store, tmp_path: Path) -> None:
     engine = ScriptedEngine(str(policy.first.seq))
     with serving(engine.serve) as url, gateway(store, tmp_path, url) as scene:
@@ -187,6 +229,13 @@ def test_the_small_server_uses_nothing_but_temperature_and_top_p(scene: Scene) -
         ({"prompt": "a"}, True),
         ({"prompt": [1, 2]}, False),
         ({"prompt": ["a", [1]]}, True),
+        ({"prompt": "a", "include_reasoning": True}, True),
+        ({"prompt": "a", "include_reasoning": False}, False),
+        ({"prompt": "a", "include_reasoning": "false"}, False),
+        ({"prompt": "a", "stop": None, "stop_token_ids": []}, True),
+        ({"prompt": "a", "stop": ["w5"]}, False),
+        ({"prompt": "a", "stop": "w", "include_stop_str_in_output": True}, False),  # its last token may have more than the stop text
+        ({"prompt": "a", "stop_token_ids": [5]}, False),
     ],
 )
 def test_a_function_is_trusted_with_tokens_only_if_it_sees_their_whole_text(body: dict[str, Any], is_text: bool) -> None:
@@ -206,12 +255,29 @@ def test_each_prompt_of_a_request_is_shown_with_its_own_answer() -> None:
         ({"content": "a", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}, True),
         ({"content": "a", "reasoning": "b"}, True),
         ({"content": None, "refusal": "b"}, True),
+        ({"content": [{"type": "text", "text": "a"}]}, False),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "audio", "data": "b"}]}, True),
     ],
 )
 def test_what_the_model_wrote_besides_its_text_is_noticed(message: dict[str, Any], has_more: bool) -> None:
     for name in ("message", "delta"):
         answer = json.dumps({"choices": [{"index": 0, name: message}]}).encode()
         assert read_answer("chat", [answer])[0].has_more == has_more
+
+
+def test_a_part_of_an_answer_that_cannot_be_read_is_noticed() -> None:
+    events = [{"index": 0, "delta": {"content": "a"}}, {"index": 0, "delta": "b"}, {"index": 0, "delta": {"content": "c"}}]
+    copies = [b"data: " + json.dumps({"choices": [event]}).encode() + b"\n\n" for event in events]
+    one = read_answer("chat", copies)[0]
+    assert (one.text, one.has_more) == ("ac", True)
+
+
+def test_the_tokens_of_text_that_a_stop_text_removes_from_the_answer_are_not_recorded(engine: str, store: Store, tmp_path: Path) -> None:
+    with gateway(store, tmp_path, engine, redact=lambda shown: shown) as scene:
+        words = scene.chat("w1", **DRAW)[1]["choices"][0]["message"]["content"].split()
+        for stop, keeps in (([], True), ([words[1]], False)):
+            ((one, prompt, made),) = recorded(scene, "w1", stop=stop)
+            assert (one.train, made.tokens.any(), prompt != [0]) == (keeps, keeps, keeps)
 
 
 def test_an_answer_whose_text_was_lost_is_not_recorded_if_a_function_decides() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 """A vLLM server may have defaults of its own for these, in generation_config.json or --override-generation-config."""
 
+_TOO_LARGE = 1e9
+
 _CARRIED = frozenset({"kv_transfer_params", "ec_transfer_params"})
 """These extra arguments say where data are, and not how tokens are drawn."""
 
@@ -93,4 +95,10 @@ def not_named(body: Mapping[str, Any]) -> list[str]:
     body
         The body of a request.
     """
-    return [name for name in DEFAULTED if isinstance(body.get(name), bool) or not isinstance(body.get(name), (int, float))]
+    return [name for name in DEFAULTED if number_of(body.get(name)) is None]
+
+
+def number_of(value: Any) -> float | None:
+    """Return a parameter of the sampling as it can be recorded. None if it is not a number, or too large for one."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _TOO_LARGE
+    return float(value) if is_number else None

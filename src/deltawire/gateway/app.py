@@ -58,6 +58,9 @@ _LABELS = {"true": True, "pass": True, "yes": True, "false": False, "fail": Fals
 _MODELS_SECONDS = 5.0
 """People look at the list of models to see whether anything answers, so it does not wait as long as a request."""
 
+_RESULTS_AT_ONCE = 256
+"""The results of a request that wait for the store together. Others' feedback and requests come between these and the next ones."""
+
 _RESULT_BYTES = 4 << 10
 """The memory for an evaluation result and the task that stores it."""
 
@@ -211,7 +214,7 @@ class GatewayApp:
         self._requests += 1
         self._requests_of[caller.name] += 1
         try:
-            with self._memory.reservation() as reserved:
+            with self._memory.reservation(caller.name) as reserved:
                 yield reserved
         finally:
             self._requests -= 1
@@ -239,7 +242,7 @@ class GatewayApp:
             feedback = await self._feedback.check(read_feedback(body, caller, key=headers.get("idempotency-key")))
         more = {"declared": False} if self._metric_names.is_undeclared(feedback.metric) else {}
         if not is_dry:
-            await self._feedback.store(feedback, memory)
+            await self._feedback.store(feedback, memory, sender=caller.name)
         await send_json(send, {"feedback_id": feedback.id, **more})
 
     async def _take_otlp(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
@@ -249,23 +252,30 @@ class GatewayApp:
         body = await read_body(receive, headers, _MOST_OTLP_BODY, memory=memory)
         results = read_results(body, kind, is_traces=is_traces, memory=memory)
         memory.add(_RESULT_BYTES * len(results))
-        good, rejected, why = [], 0, ""
-        for result in results:
-            try:
-                with _saying_why_nothing_is_known(caller):
-                    feedback = await self._feedback.check(feedback_of(result, caller))
-                self._metric_names.is_undeclared(feedback.metric)
-                good.append(feedback)
-            except GatewayError as error:
-                rejected, why = rejected + 1, f"{type(error).__name__}: {error}"
-        stored = await asyncio.gather(*(self._feedback.store(each, memory) for each in good), return_exceptions=True)
-        for outcome in stored:
-            if isinstance(outcome, GatewayError) and outcome.retryable:
-                raise outcome
-            if isinstance(outcome, BaseException):
-                rejected, why = rejected + 1, f"{type(outcome).__name__}: {outcome}"
+        rejected, why = 0, ""
+        for start in range(0, len(results), _RESULTS_AT_ONCE):
+            outcomes = [await self._checked(result, caller) for result in results[start : start + _RESULTS_AT_ONCE]]
+            good = [each for each in outcomes if isinstance(each, Feedback)]
+            refused = [each for each in outcomes if not isinstance(each, Feedback)]
+            storing = (self._feedback.store(each, memory, sender=caller.name) for each in good)
+            for outcome in (*refused, *await asyncio.gather(*storing, return_exceptions=True)):
+                if isinstance(outcome, GatewayError) and outcome.retryable:
+                    raise outcome
+                if outcome is not None:
+                    rejected, why = rejected + 1, f"{type(outcome).__name__}: {outcome}"
+            await asyncio.sleep(0)  # other requests come in between
         data = response_body(rejected, why, kind, is_traces=is_traces)
         await send_bytes(send, data, "application/json" if "json" in kind else "application/x-protobuf")
+
+    async def _checked(self, result: EvaluationResult, caller: Caller) -> Feedback | GatewayError:
+        """Return the feedback that a result is, or why it is none."""
+        try:
+            with _saying_why_nothing_is_known(caller):
+                feedback = await self._feedback.check(feedback_of(result, caller))
+            self._metric_names.is_undeclared(feedback.metric)
+        except GatewayError as error:
+            return error
+        return feedback
 
     async def _models(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
         for _ in range(3):

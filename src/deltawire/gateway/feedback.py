@@ -10,6 +10,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import islice, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 from blake3 import blake3
@@ -37,7 +38,7 @@ from .http.requests import check_tags, read_id
 from .recording.known_ids import Known, KnownIds
 
 _FIELDS = {"inference_id", "episode_id", "metric_name", "value", "tags", "feedback_id", "revision", "dryrun", "caller"}
-_MOST_WAITING = 8192
+_MOST_WAITING, _MOST_OF_SENDER = 8192, 1024
 _MOST_SEEN = 100_000
 _BATCH = 512
 _REFRESH_SECONDS = 1.0
@@ -163,7 +164,8 @@ class FeedbackIntake:
         self._seconds = seconds
         self._on_event = on_event
         self._number = 0
-        self._waiting: list[_Waiting] = []
+        self._waiting: dict[str | None, list[_Waiting]] = {}
+        """The feedback that waits, by its sender. The sender whose turn is next comes first."""
         self._seen: OrderedDict[tuple[str | None, str], _Seen] = OrderedDict()
         self._arrived = asyncio.Event()
         self._refreshing: asyncio.Task[None] | None = None
@@ -210,23 +212,34 @@ class FeedbackIntake:
             raise InteractionExpired(f"the window of the metric {metric.name!r} ended; it is {metric.window:,} s long.")
         return feedback
 
-    async def store(self, feedback: Feedback, memory: Reservation | None = None) -> None:
+    async def store(self, feedback: Feedback, memory: Reservation | None = None, *, sender: str | None = None) -> None:
         """Return when the store has the feedback. Its memory stays reserved as long as it waits, even if its sender has stopped waiting.
 
         Raises `FeedbackConflict` if its id was used for other feedback, `FeedbackNotStored` if the store does not confirm it in time, and
         `GatewayBusy`.
+
+        Parameters
+        ----------
+        feedback
+            The feedback.
+        memory
+            The memory of its request.
+        sender
+            The name of the caller that sent it, for whose feedback there is a limit. None if the gateway has no keys.
         """
         content = blake3(repr(replace(feedback, time=0)).encode(errors="replace")).digest(16)
         name = (feedback.caller, feedback.id)
         found = self._seen.get(name)
         if found is None:
-            if len(self._waiting) >= _MOST_WAITING:
+            if sum(map(len, self._waiting.values())) >= _MOST_WAITING:
                 raise GatewayBusy("too much feedback waits for the store.")
+            if sender is not None and len(self._waiting.get(sender, ())) >= _MOST_OF_SENDER:
+                raise GatewayBusy(f"too much feedback of the caller {sender} waits for the store; {_MOST_OF_SENDER:,} may wait.")
             found = self._seen[name] = _Seen(content, asyncio.get_running_loop().create_future())
             if memory is not None:
                 memory.hold()
                 found.stored.add_done_callback(lambda _: memory.close())
-            self._waiting.append((feedback, found.stored))
+            self._waiting.setdefault(sender, []).append((feedback, found.stored))
             self._arrived.set()
             while len(self._seen) > _MOST_SEEN and next(iter(self._seen.values())).stored.done():
                 self._seen.popitem(last=False)
@@ -303,15 +316,22 @@ class FeedbackIntake:
         emit(self._on_event, "feedback-acknowledged", metric=metric, age_seconds=None if age is None else max(age, 0.0))
 
     def _next_file(self) -> tuple[bytes, list[_Waiting]]:
-        """Take what fits into one object."""
-        count = min(_BATCH, len(self._waiting))
+        """Take what fits into one object, of each sender in turn. Those who wait for their turn come first in the next one."""
+        rounds = zip_longest(*self._waiting.values())
+        first = list(islice((each for one_of_each in rounds for each in one_of_each if each is not None), _BATCH))
+        count = len(first)
         while True:
-            batch = list({each[0].id: each for each in reversed(self._waiting[:count])}.values())[::-1]  # a file has each id once
+            batch = list({each[0].id: each for each in reversed(first[:count])}.values())[::-1]  # a file has each id once
             file = FeedbackFile(self._run, self._session, self._number, tuple(feedback for feedback, _ in batch))
             if len(batch) == 1 or sum(len(repr(one)) for one, _ in batch) * 6 < MAX_FEEDBACK_BYTES:  # a character takes 6 bytes at most
                 data = file.to_bytes()
                 break
             count = (count + 1) // 2
         taken = {id(each) for each in batch}
-        self._waiting = [each for each in self._waiting if id(each) not in taken]
+        for sender, waiting in list(self._waiting.items()):
+            left = [each for each in waiting if id(each) not in taken]
+            if len(left) < len(waiting):
+                del self._waiting[sender]
+                if left:
+                    self._waiting[sender] = left
         return data, batch

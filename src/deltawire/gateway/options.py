@@ -99,7 +99,7 @@ class GatewayOptions:
         The most bytes of a request or of an answer that is not streamed.
     memory_bytes
         The most bytes of memory that requests, their answers and answers that wait to be recorded take together, about. Requests beyond it
-        are refused with status 503.
+        are refused with status 503. The requests of one owner of API keys take at most half of it.
     most_requests
         The most requests at the same time.
     requests_per_caller

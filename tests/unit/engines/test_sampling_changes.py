@@ -51,9 +51,33 @@ def test_parameters_that_change_nothing_are_not_named(body: dict[str, Any]) -> N
     assert changed_by(body) == []
 
 
+@pytest.mark.parametrize(
+    ("prompt", "adapter", "reasons"),
+    [
+        ({"type": "token", "prompt_token_ids": [1]}, None, []),
+        ({"prompt_token_ids": [1]}, None, []),
+        ("a", None, []),
+        ({"type": "multimodal", "prompt_token_ids": [1]}, None, ["images"]),
+        ({"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}, None, ["images"]),
+        ({"type": "embeds", "prompt_embeds": object()}, None, ["embeddings"]),
+        ({"type": "token", "prompt_token_ids": [1]}, object(), ["LoRA"]),
+    ],
+)
+def test_a_prompt_that_tokens_do_not_contain_and_an_adapter_are_named(prompt: Any, adapter: Any, reasons: list[str]) -> None:
+    recording, params = _Recording("a", AnswerTable(), client()), SimpleNamespace(temperature=1.0, top_p=1.0, n=1)
+    recording.begin("a-0", params, prompt, adapter)
+    (call,) = recording._calls
+    assert [reason in told for reason, told in zip(reasons, call["changed_by"], strict=True)] == [True] * len(reasons)
+
+
 def test_parameters_without_a_number_may_have_a_default_of_the_engine() -> None:
     assert not_named({}) == list(DEFAULTED)
     assert not_named(dict.fromkeys(DEFAULTED, 0) | {"top_p": None, "top_k": True, "min_p": "0"}) == ["top_p", "top_k", "min_p"]
+
+
+@pytest.mark.parametrize("value", [1e9, -1e9, 10**400, float("inf"), float("nan")])
+def test_a_number_that_cannot_be_recorded_counts_as_not_named(value: float) -> None:
+    assert not_named(dict.fromkeys(DEFAULTED, 1) | {"temperature": value}) == ["temperature"]
 
 
 def client(*, watermark: Any = None, processors: Any = None) -> Any:

@@ -104,9 +104,14 @@ class _Recording:
         self._client = client
         self._calls: list[dict[str, Any]] = []
 
-    def begin(self, request_id: str, params: Any) -> _Call:
+    def begin(self, request_id: str, params: Any, prompt: Any = None, adapter: Any = None) -> _Call:
         """Return the object that keeps what one call of `generate` draws."""
-        sampling = {"temperature": params.temperature, "top_p": params.top_p, "changed_by": self._changed_by(params)}
+        changes = self._changed_by(params)
+        if not _is_tokens(prompt):
+            changes.append("images, audio or embeddings")  # token ids do not contain them
+        if adapter is not None:  # the label of the weights is that of the model without it
+            changes.append("a LoRA adapter")
+        sampling = {"temperature": params.temperature, "top_p": params.top_p, "changed_by": changes}
         call: dict[str, Any] = {"request_id": request_id, "prompt_token_ids": None, "choices": [], **sampling}
         self._calls.append(call)
         return _Call(call, self)
@@ -153,6 +158,14 @@ class _Call:
             self._recording.keep()
 
 
+def _is_tokens(prompt: Any) -> bool:
+    """Return whether the token ids of a prompt are all of it. vLLM's routes give prompts as a dict with their kind."""
+    if not isinstance(prompt, dict):
+        return True
+    has_more = any(prompt.get(name) is not None for name in ("multi_modal_data", "mm_kwargs", "prompt_embeds"))
+    return prompt.get("type", "token") in ("token", "text") and not has_more
+
+
 def _plain(span: Any) -> dict[str, Any]:
     return {"version": str(span.version), "start": int(span.start), "end": int(span.end)}
 
@@ -181,7 +194,8 @@ def _wrap(client: Any) -> None:
             return
         if sampling_params.logprobs is None:
             sampling_params.logprobs = 0  # the log-prob of the drawn token; routes show log-probs only to callers who asked for them
-        call = recording.begin(str(rest[0] if rest else options.get("request_id")), sampling_params)
+        name = str(rest[0] if rest else options.get("request_id"))
+        call = recording.begin(name, sampling_params, prompt, options.get("lora_request"))
         is_delta = sampling_params.output_kind is RequestOutputKind.DELTA
         async for out in generate(prompt, sampling_params, *rest, **options):
             call.add(out, is_delta=is_delta)

@@ -75,7 +75,7 @@ async def _read_body(receive: Receive, headers: Headers, most: int, memory: Rese
     if length.isascii() and length.isdigit():
         if len(length) > 18 or int(length) > most:
             raise RequestTooLarge(f"the body has {length[:24]} bytes; {most:,} are allowed.")
-        memory.budget.check(2 * int(length))  # otherwise it would be refused when half of it has arrived
+        memory.check(2 * int(length))  # otherwise it would be refused when half of it has arrived
     parts, size = [], 0
     while True:
         message = await receive()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
+from ...engines.sampling_changes import number_of
 from ...errors import RequestMalformed
 from ...format.interactions import MAX_CHOICE
 from ...format.live_parts import ANY_ID, MAX_TAG_NAME, MAX_TAG_VALUE, MAX_TAGS, new_inference_id
@@ -77,9 +78,8 @@ class AskedFor:
 
     @property
     def choices(self) -> int:
-        """The number of completions for each prompt."""
-        n = self.body.get("n")
-        return n if type(n) is int and n > 0 else 1
+        """The number of completions for each prompt. `read_request` has checked it."""
+        return self.body.get("n") or 1
 
     @property
     def model(self) -> str:
@@ -87,9 +87,9 @@ class AskedFor:
         return model[:200] if isinstance(model, str) and model else "-"
 
     def number(self, name: str, default: float = 1.0) -> float:
-        """Return a parameter of the sampling, or its default if the request has no number there."""
-        value = self.body.get(name)
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e9 else default
+        """Return a parameter of the sampling, or its default if the request has no number there that can be recorded."""
+        found = number_of(self.body.get(name))
+        return default if found is None else found
 
     @property
     def answer_id(self) -> str:
@@ -112,8 +112,9 @@ def read_request(
     )
     if memory is not None:
         asked.memory = memory
-    if asked.choices > MAX_CHOICE + 1:
-        raise RequestMalformed(f"n is {asked.choices}; at most {MAX_CHOICE + 1} completions are allowed.")
+    n = body.get("n")
+    if n is not None and (type(n) is not int or not 1 <= n <= MAX_CHOICE + 1):  # engines read "2" and 2.0 as 2
+        raise RequestMalformed(f"n must be a whole number from 1 to {MAX_CHOICE + 1}.")
     return asked
 
 

@@ -25,6 +25,8 @@ _REFUSING = (
 _PROMPTS = ("messages", "input", "prompt")
 _TEXT_FIELDS = frozenset({"role", "content", "type", "id", "status"})
 """`request_messages` and `ChoiceText.text` show everything of a message that has only these fields."""
+_TEXT_KINDS = ("text", "input_text", "output_text", "refusal", "thinking", "reasoning_text", "summary_text")
+_LONGEST_KIND = 40
 _MORE = (
     "tools",
     "functions",
@@ -40,6 +42,9 @@ _MORE = (
 )
 """Fields of a request, besides its messages, that its prompt may be made of."""
 
+_CUTTING = ("stop", "stop_token_ids")
+"""Fields of a request that let an engine leave text of its tokens out of the answer: the text at which it stops, and what follows it."""
+
 
 @dataclass(slots=True)
 class ChoiceText:
@@ -51,7 +56,7 @@ class ChoiceText:
     calls: dict[int, list[str]] = field(default_factory=dict)
     """The name and the arguments of each tool call."""
     has_more: bool = False
-    """Whether the model wrote something that is not in `text`, such as a tool call, reasoning or a refusal."""
+    """Whether the answer has something that is not in `text`, such as a tool call, reasoning, a refusal, or a part that cannot be read."""
 
     def facts(self, length: int, tools: frozenset[str]) -> AnswerFacts:
         """Return what monitors count. A tool call is valid if the request has the tool, and the arguments are a JSON object."""
@@ -71,6 +76,7 @@ def read_answer(route: str, copies: Sequence[bytes]) -> dict[int, ChoiceText]:
         The bytes that were sent to the caller.
     """
     found: dict[int, ChoiceText] = {}
+    is_unread = False
     for value in _values(b"".join(copies)):
         try:
             if route == "responses":
@@ -78,7 +84,9 @@ def read_answer(route: str, copies: Sequence[bytes]) -> dict[int, ChoiceText]:
             else:
                 _read_choices(value, found)
         except (AttributeError, TypeError, KeyError, ValueError, OverflowError):  # another form than OpenAI's
-            continue
+            is_unread = True
+    for one in found.values():
+        one.has_more |= is_unread
     return found
 
 
@@ -114,8 +122,33 @@ def request_messages(body: Mapping[str, Any], number: int = 0) -> list[tuple[str
     return [(str(each.get("role", "user")), _content(each.get("content"))) for each in messages]
 
 
+def other_parts(body: Mapping[str, Any]) -> list[str]:
+    """Return the kinds of parts of the prompt that token ids do not contain, such as images and audio."""
+    found = {"prompt_embeds"} if body.get("prompt_embeds") else set[str]()
+    for name in _PROMPTS:
+        prompt = body.get(name)
+        for message in prompt if isinstance(prompt, list) else ():
+            for parts in (message.get("content"), message.get("output")) if isinstance(message, dict) else ():
+                found.update(_kind(part) for part in (parts if isinstance(parts, list) else ()) if not _is_text_kind(part))
+    return sorted(found)
+
+
+def _is_text_kind(part: Any) -> bool:
+    return isinstance(part, str) or (isinstance(part, dict) and (part.get("type") in _TEXT_KINDS or part.keys() == {"text"}))
+
+
+def _kind(part: Any) -> str:
+    names = [part.get("type"), *part] if isinstance(part, dict) else []
+    return next((name for name in names if isinstance(name, str) and name), "unknown")[:_LONGEST_KIND]
+
+
 def is_all_text(body: Mapping[str, Any], number: int = 0) -> bool:
-    """Return whether `request_messages` has everything that the prompt was made of. The parameters are the same."""
+    """Return whether the conversation and the answer show all text of the tokens. The parameters are those of `request_messages`.
+
+    The conversation is what `request_messages` returns. The request may ask for an answer that leaves out what the model wrote.
+    """
+    if any(body.get(name) for name in _CUTTING) or body.get("include_reasoning", True) is not True:
+        return False
     if any(body.get(name) for name in _MORE) or sum(body.get(name) is not None for name in _PROMPTS) != 1:
         return False
     prompt = _prompt(body, number)
@@ -132,7 +165,11 @@ def _prompt(body: Mapping[str, Any], number: int) -> Any:
 def _is_text_message(message: Any) -> bool:
     if not isinstance(message, dict) or any(value for name, value in message.items() if name not in _TEXT_FIELDS):
         return False
-    content = message.get("content")
+    return _is_text(message.get("content"))
+
+
+def _is_text(content: Any) -> bool:
+    """Return whether `_content` gives all of a content."""
     return all(map(_is_text_part, content)) if isinstance(content, list) else isinstance(content, str)
 
 
@@ -158,8 +195,9 @@ def _read_choices(value: Mapping[str, Any], found: dict[int, ChoiceText]) -> Non
         one = found.setdefault(int(choice.get("index", 0)), ChoiceText())
         one.finish = choice.get("finish_reason") or one.finish
         message = choice.get("message") or choice.get("delta") or {}
-        one.has_more |= any(value for name, value in message.items() if name not in _TEXT_FIELDS)
-        one.text += _content(choice.get("text") or message.get("content"))
+        content = choice.get("text") or message.get("content")
+        one.has_more |= any(value for name, value in message.items() if name not in _TEXT_FIELDS) or not _is_text(content or "")
+        one.text += _content(content)
         one.refused |= bool(message.get("refusal"))
         for number, call in enumerate(message.get("tool_calls") or ()):
             parts = one.calls.setdefault(int(call.get("index", number)), ["", ""])

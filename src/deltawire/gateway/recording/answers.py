@@ -22,13 +22,23 @@ from ...engines.vllm.driver.token_route import LabelledTokens, read_choice
 from ...errors import CorruptInteractions, EngineError
 from ...events import OnEvent
 from ...fleet.member_routing import join_routing
-from ...format.interactions import MAX_MESSAGES, MAX_TEXT, MAX_WORD, AnswerFacts, ConversationText, Interaction, Interactions, Message
+from ...format.interactions import (
+    MAX_MESSAGES,
+    MAX_MODEL_NAME,
+    MAX_TEXT,
+    MAX_WORD,
+    AnswerFacts,
+    ConversationText,
+    Interaction,
+    Interactions,
+    Message,
+)
 from ...format.records.canonical import Fields
 from ...format.rollouts import ClaimedVersion, Completion, Rollouts, TokenSpan
 from ...format.routing import RecordedExperts, RoutingLayout
 from ..http.requests import AskedFor
 from ..options import Redact
-from .answer_text import ChoiceText, is_all_text, read_answer, request_messages, tool_names
+from .answer_text import ChoiceText, is_all_text, other_parts, read_answer, request_messages, tool_names
 
 _SUFFIX = re.compile(r"-(\d{1,6})$")
 _MOST_NAMES, _LONGEST_NAME = 20, 40
@@ -60,6 +70,7 @@ def intent_of(asked: AskedFor, *, engine: str, seq: int | None, channel: str | N
         "temperature": asked.number("temperature"),
         "top_p": asked.number("top_p"),
         "changed_by": changed_by(asked.body),
+        "other_parts": [_printable(kind) for kind in other_parts(asked.body)[:_MOST_NAMES]],
         "not_named": not_named(asked.body),
         "choices": asked.choices,
         "episode": asked.episode,
@@ -126,6 +137,8 @@ def row_of(
         for number, call in enumerate(calls):
             prompt = _ids(call["prompt_token_ids"])
             drawn = [_read(choice) for choice in call["choices"]]
+            if len(drawn) > int(intent["choices"]):  # they would be taken for answers to the next prompt
+                raise Unusable("the engine drew more answers than the request asks for.")
             places: dict[bool, int] = {}
             for index, each in enumerate(drawn):
                 if not each.tokens:
@@ -230,6 +243,8 @@ def _read(choice: Any) -> LabelledTokens:
 
 def _sampling_problem(intent: Mapping[str, Any], call: Mapping[str, Any], logprobs: str | None) -> str | None:
     """Return why an answer was not drawn as training assumes, or None if it was."""
+    if parts := intent.get("other_parts"):  # the journals of older gateways do not have it
+        return f"the recorded tokens are not the whole prompt, which has parts of the kind {', '.join(parts)}"
     changed, missing = call.get("changed_by"), []
     if changed is None:  # the engine does not tell, so the request decides
         changed, missing = intent.get("changed_by", ()), intent.get("not_named", DEFAULTED)
@@ -305,6 +320,7 @@ def _redacted(
     is_same = (found, answer) == (conversation, text.text) and not text.has_more and is_all_text(asked.body, number)
     keeps_tokens = redact is None or bool(shown.get("tokens", is_same))
     values = {name: getattr(one, name) for name in one.__dataclass_fields__}
+    values["model"] = _printable(str(shown.get("model") or "-"))[:MAX_MODEL_NAME]
     values |= {"tags": dict(shown["tags"]), "train": one.train and keeps_tokens and bool(shown.get("train", True))}
     if keeps_text and fits:
         values["text"] = ConversationText(kept, answer)
