@@ -269,7 +269,7 @@ def _describe(finding: LimitFinding) -> str:
     canary, stable = finding.canary, finding.stable
     return (
         f"{finding.limit} {'is broken' if finding.verdict == 'broken' else 'holds'}: "
-        f"canary {canary.mean:.4g} of {canary.count} answers, stable {stable.mean:.4g} of {stable.count}"
+        f"canary mean {canary.mean:.4g} ({canary.count} answers), stable mean {stable.mean:.4g} ({stable.count} answers)"
     )
 
 
