@@ -82,8 +82,10 @@ def test_a_monitor_and_a_dry_run(chain: GatedChain) -> None:
     ("arguments", "code", "word"),
     [
         ((), 1, "nothing to prove"),
-        (("--monitor", "length"), 1, "is not a limit"),
+        (("--monitor", "length:+20%"), 1, "Give it --evaluate CMD or --metric LIMIT. A limit of --monitor need not be proved."),
+        (("--monitor", "length"), 1, "For --monitor, write NAME:+20%, such as length:+20%."),
         (("--metric", "sloved"), 1, "not declared"),
+        (("--score", "a:1"), 2, "--score needs --evaluate"),
         (("--metric", "solved", "--score", "a:1"), 2, "--evaluate"),
         (("--metric", "solved", "--range", "length=5"), 2, "NAME=LOW:HIGH"),
         (("--metric", "solved", "--alpha", "2"), 1, "0.5"),

@@ -160,11 +160,11 @@ def gate(
         from ...live.gate_rules import parse_score
         from ..process.evaluation_command import EvaluationCommand
 
-        policy = _policy(metric, monitor, evaluate, alpha, min_answers, min_seconds, max_seconds, attempts)
-        options = GateOptions(canary, stable, _ranges(ranges), wait, by_user, dry_run, retention)
         least = dict(parse_score(text) for text in score or ())
         if least and evaluate is None:
             raise typer.BadParameter("--score needs --evaluate.")
+        policy = _policy(metric, monitor, evaluate, alpha, min_answers, min_seconds, max_seconds, attempts)
+        options = GateOptions(canary, stable, _ranges(ranges), wait, by_user, dry_run, retention)
         key = None if sign is None else load_signing_key(sign)
         store = stack.enter_context(opened(url, verbose=verbose))
         chain = reader_options(run, trust).open_log(store)
