@@ -46,6 +46,25 @@ def test_an_evaluation_that_passes_promotes(chain: GatedChain) -> None:
     assert gate(chain, "--evaluate", command)[-1]["state"] == "idle"
 
 
+def test_the_evaluation_of_another_command_or_another_score_is_not_used(chain: GatedChain, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    command = f"echo A >> {journal}; echo '{{\"accuracy\": 0.9}}'"
+    options = ("--evaluate", command, "--min-seconds", "1000")
+    for score in ("accuracy:0.8", "accuracy:0.8", "accuracy:0.85"):
+        look = gate(chain, *options, "--score", score)[-1]
+        assert look["record"]["evaluation"]["passed"] == 1
+        assert look["record"]["why"].endswith("of 1000 seconds old")
+    assert journal.read_text() == "A\nA\n"
+    record = gate(chain, "--evaluate", f"echo B >> {journal}; exit 1")[-1]["record"]
+    assert record["why"] == "the evaluation refused it: the command exited with code 1"
+    assert journal.read_text() == "A\nA\nB\n"
+
+
+def test_the_score_that_decided_is_in_the_reason(chain: GatedChain) -> None:
+    record = gate(chain, "--evaluate", "echo '{\"accuracy\": 0.9}'", "--score", "accuracy:0.8")[-1]["record"]
+    assert record["why"] == "the evaluation passed: the command exited with code 0; accuracy is 0.9, at least 0.8"
+
+
 @pytest.mark.parametrize(
     ("command", "why"),
     [

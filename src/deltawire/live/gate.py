@@ -44,6 +44,10 @@ State = Literal["waiting", "idle", "watching", "decided"]
 class Evaluator(Protocol):
     """Evaluates a version while the gate watches, such as `deltawire.cli`'s evaluation command."""
 
+    @property
+    def terms(self) -> str | None:
+        """The hash of what makes a version pass. The gate uses an earlier result only if it was found by the same terms."""
+
     def start(self, canary: Version, stable: Version, attempt: int) -> None:
         """Begin to evaluate the version of the canary, and return at once."""
 
@@ -263,9 +267,15 @@ class Gate:
             CanaryTraffic(canary, stable, [each.metric for each in self._sources if each.metric is not None], by_user=options.by_user),
             newest,
             began if newest is None else max(began, newest.stored),
-            evaluation=None if newest is None else newest.record.evaluation,
+            evaluation=None if newest is None else self._usable(newest.record.evaluation),
         )
         return watch
+
+    def _usable(self, earlier: EvaluationResult | None) -> EvaluationResult | None:
+        """Return an earlier result, unless this gate evaluates by other terms."""
+        if earlier is None or self._evaluator is None:
+            return earlier
+        return earlier if earlier.terms == self._evaluator.terms else None
 
     def _judge(self, watch: _Watch) -> GateRecord:
         """Read new traffic and return what follows from everything that was read, as the next record."""
@@ -307,6 +317,7 @@ class Gate:
             result = self._evaluator.poll()
             if result is None:
                 return
+            result = replace(result, terms=self._evaluator.terms)
             watch.is_evaluating, watch.evaluation = False, result
             passed = None if result.passed is None else int(result.passed)
             emit(self._on_event, "gate-evaluated", channel=watch.canary.channel, passed=passed, attempt=result.attempts, why=result.why)

@@ -24,7 +24,8 @@ KEY = SigningKey.generate()
 class Evaluations:
     """An evaluator whose results a test sets."""
 
-    def __init__(self):
+    def __init__(self, terms=None):
+        self.terms = terms
         self.started = []
         self.stopped = 0
         self.result = None
@@ -371,6 +372,22 @@ def test_an_evaluation_is_made_once_and_is_evidence():
     assert look.record.outcome == "promote"
     assert look.record.evaluation.scores == {"accuracy": 0.5}
     assert chain.target("stable") == 3
+
+
+@pytest.mark.parametrize(("other", "starts"), [("ab" * 32, 0), ("cd" * 32, 1), (None, 1)])
+def test_the_result_of_an_evaluation_by_other_terms_is_not_used(other, starts):
+    chain = GatedChain()
+    policy = GatePolicy(evaluate=True, min_seconds=100.0)
+    first = Evaluations("ab" * 32)
+    gate = chain.gate(policy, evaluator=first)
+    gate.look()
+    first.result = EvaluationResult(True, 1, "accuracy is 0.9, at least 0.8")
+    assert gate.look().record.evaluation == dataclasses.replace(first.result, terms="ab" * 32)
+    second = Evaluations(other)
+    look = chain.gate(policy, evaluator=second).look()
+    assert (len(second.started), look.is_evaluating) == (starts, bool(starts))
+    if starts:
+        assert "the evaluation has not passed yet" in look.record.why
 
 
 def test_a_refused_evaluation_rolls_back():
