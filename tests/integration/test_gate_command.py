@@ -133,6 +133,13 @@ def test_a_metric_that_is_not_declared_is_an_error_without_a_canary_too(chain: G
     assert gate(chain, "--metric", "solved")[-1]["state"] == "idle"
 
 
+def test_a_promotion_that_is_not_made_any_more_is_told(chain: GatedChain) -> None:
+    assert gate(chain, "--evaluate", "true")[-1]["moved"]["kind"] == "promote"
+    chain.promote(4, "stable")
+    result = CliRunner().invoke(app, ["gate", chain.store.url, "--once", "--evaluate", "true"])
+    assert result.stdout.startswith("nothing to do: this canary was promoted before (move 1), and stable was moved since (move 2 by ")
+
+
 def test_a_gate_waits_for_channels_only_if_it_is_told_to(chain: GatedChain) -> None:
     arguments = ["gate", chain.store.url, "--metric", "solved", "--to", "stabel", "--once"]
     refused = CliRunner().invoke(app, arguments)

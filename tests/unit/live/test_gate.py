@@ -58,6 +58,34 @@ def test_a_better_canary_is_promoted_once(key):
     assert [event.name for event in chain.events if event.name.startswith("gate")][-2:] == ["gate-limit", "gate-decided"]
 
 
+def test_a_canary_that_was_promoted_before_is_not_promoted_over_a_later_move():
+    chain = GatedChain()
+    chain.traffic(0.9, 0.5)
+    assert chain.gate().look().stale is None
+    chain.promote(4, "stable")
+    for dry_run in (False, True):
+        look = chain.gate(dry_run=dry_run).look()
+        assert (look.state, look.moved) == ("decided", None)
+        by = chain.chain.reader("stable").newest().by
+        assert look.stale == (
+            f"nothing to do: this canary was promoted before (move 1), and stable was moved since (move 2 by {by}). "
+            "Promote another version to canary."
+        )
+    assert chain.moves("stable") == [("promote", 2), ("promote", 3), ("promote", 4)]
+    chain.promote(3, "canary")  # the same version again is another canary
+    assert chain.gate().look().state == "watching"
+
+
+def test_a_decision_that_came_after_a_move_of_stable_is_told_as_such():
+    chain = GatedChain()
+    chain.traffic(0.9, 0.5)
+    gate = chain.gate()
+    gate._move = lambda record: None  # the gate dies after it has written the decision
+    gate.look()
+    chain.promote(4, "stable")
+    assert "was to be promoted, but stable was moved first (move 1 by " in chain.gate().look().stale
+
+
 def test_a_worse_canary_is_rolled_back_to_stable():
     chain = GatedChain()
     chain.traffic(0.2, 0.7)
