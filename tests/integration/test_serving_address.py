@@ -76,6 +76,7 @@ def test_serve_tries_the_port_and_the_chain_before_it_imports_anything_large(cha
 @pytest.mark.usefixtures("without_imports")
 def test_serve_waits_for_a_channel_that_does_not_exist_yet(chain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     notices = list[str]()
+    assert CliRunner().invoke(app, ["promote", chain, "canary", "--version", "1"]).exit_code == 0
 
     def promote(notice: str) -> None:
         notices.append(notice)
@@ -88,7 +89,7 @@ def test_serve_waits_for_a_channel_that_does_not_exist_yet(chain: str, monkeypat
         CliRunner().invoke(app, arguments, catch_exceptions=False)
     (notice,) = notices
     assert notice.startswith("will wait: ")
-    assert "has no channel 'stable'" in notice
+    assert "has no channel 'stable'. It has canary." in notice
 
 
 @pytest.mark.usefixtures("without_imports")
