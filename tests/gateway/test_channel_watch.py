@@ -46,4 +46,5 @@ def test_a_channel_that_does_not_exist_is_told_once_with_those_that_do() -> None
     watch.look()
     watch.look()
     assert [event.name for event in told] == ["channel-unreadable"]
+    assert str(told[0].fields["reason"]).startswith("--engine stabel=URL: the chain at ")
     assert "has no channel 'stabel'. It has canary, stable." in str(told[0].fields["reason"])
