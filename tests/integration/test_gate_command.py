@@ -133,7 +133,7 @@ def test_a_metric_that_is_not_declared_is_an_error_without_a_canary_too(chain: G
     assert gate(chain, "--metric", "solved")[-1]["state"] == "idle"
 
 
-def test_a_promotion_that_is_not_made_any_more_is_told(chain: GatedChain) -> None:
+def test_a_promotion_that_is_no_longer_made_is_told(chain: GatedChain) -> None:
     assert gate(chain, "--evaluate", "true")[-1]["moved"]["kind"] == "promote"
     chain.promote(4, "stable")
     result = CliRunner().invoke(app, ["gate", chain.store.url, "--once", "--evaluate", "true"])

@@ -112,7 +112,7 @@ class GateLook:
     missing
         While waiting, the message that names the channel that does not exist, and those that do. None otherwise.
     stale
-        Why the promotion that was decided is not made any more: somebody has moved `stable` since. None otherwise.
+        Why the promotion that was decided is no longer made: somebody has moved `stable` since. None otherwise.
     """
 
     state: State
@@ -410,7 +410,7 @@ class Gate:
         return None
 
     def _stale(self, record: GateRecord) -> str | None:
-        """Return why the promotion of a record is not made any more, or None if it can be made, or if there is another canary."""
+        """Return why the promotion of a record is no longer made, or None if it can be made, or if there is another canary."""
         canary, stable = standing(self._canary), standing(self._stable)
         since = stable.move > record.stable.move
         if record.outcome != "promote" or canary.move != record.canary.move or canary.target == stable.target or not since:
