@@ -184,6 +184,11 @@ def test_ripe_shows_what_a_trainer_would_use() -> None:
         LiveTraffic(store).ripe()
     run_steps(LiveTraffic(metrics=[RATING]).open(file.rollouts.run, FleetKeyring(), ticks=time.monotonic, on_event=None), store)
     assert LiveTraffic(store).ripe() == found  # a trainer has declared the metrics now
+    events: list[Event] = []
+    later = LiveTraffic(metrics=[replace(RATING, window=601), replace(RATING, name="other")])
+    for _ in range(2):
+        run_steps(later.open(file.rollouts.run, FleetKeyring(), ticks=time.monotonic, on_event=events.append), store)
+    assert [(event.name, dict(event.fields)) for event in events] == [("metrics-replaced", {"before": "rating", "after": "rating, other"})]
     other = replace(RATING, name="other")
     assert LiveTraffic(store, metrics=[other]).ripe() != found
-    assert [info.key for info in store.list(live_keys.METRICS)] == [live_keys.metrics_key(0)]
+    assert [info.key for info in store.list(live_keys.METRICS)] == [live_keys.metrics_key(0), live_keys.metrics_key(1)]

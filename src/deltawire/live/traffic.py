@@ -88,7 +88,7 @@ class LiveTraffic:
                     run = ChainLog(store, run=self._run, trusted_keys=self._keyring.trusted).run.id
                     metrics = self._metrics
                     if metrics is None:
-                        metrics = run_steps(self._declare(run, self._keyring), store, sleep=time.sleep, pool=pool).metrics
+                        metrics = run_steps(self._declare(run, self._keyring, self._on_event), store, sleep=time.sleep, pool=pool).metrics
                     self._joiner = self._joining(run, metrics, time.monotonic, self._on_event)
                 run_steps(self._joiner.look(), store, sleep=time.sleep, pool=pool)
         finally:
@@ -115,12 +115,13 @@ class LiveTraffic:
         on_event
             Called with every event.
         """
-        found = yield from self._declare(run, keyring)
+        found = yield from self._declare(run, keyring, on_event)
         self._joiner = self._joining(run, found.metrics, ticks, on_event)
         return self._joiner
 
-    def _declare(self, run: str, keyring: FleetKeyring) -> Steps[Metrics]:
-        return declare_metrics(run, self._metrics, keyring, lambda: secrets.token_hex(16), lambda: int(time.time() * 1000))
+    def _declare(self, run: str, keyring: FleetKeyring, on_event: OnEvent | None) -> Steps[Metrics]:
+        nonce, clock = lambda: secrets.token_hex(16), lambda: int(time.time() * 1000)
+        return declare_metrics(run, self._metrics, keyring, nonce, clock, on_event=on_event)
 
     def _joining(self, run: str, metrics: tuple[Metric, ...], ticks: Callable[[], float], on_event: OnEvent | None) -> JoinerSteps:
         return JoinerSteps(run, metrics, self._options, ticks, judge=self._judge, on_event=on_event)
