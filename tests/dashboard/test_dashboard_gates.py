@@ -75,6 +75,8 @@ def test_the_evidence_of_a_gate_is_shown_with_its_test_and_its_decision(chain: G
 
 def test_a_rollback_and_its_evaluation_are_shown(chain: GatedChain) -> None:
     class Failing:
+        terms = None
+
         def start(self, *_: object) -> None: ...
 
         def stop(self) -> None: ...

@@ -101,6 +101,7 @@ def test_a_caller_with_two_keys_rates_its_answers_and_one_that_has_none_is_told_
         answer = scene.chat(headers=headers["alice server"])[1]["id"]
         body = {"inference_id": answer, "metric_name": "thumbs", "value": True}
         assert [scene.post("/feedback", body, headers[name])[0] for name in lines] == [200, 200, 404, 200]
+        assert "a key without the word `feedback`" in scene.chat(headers=headers["page only"])[1]["error"]["message"]
         reason = scene.post("/feedback", body, headers["page only"])[1]["error"]["message"]
         assert "No answer belongs to the caller page, because its keys are only for feedback." in reason
         warned = [event.fields["caller"] for event in scene.events if event.name == "caller-without-answers"]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from channelled_chain import ChannelledChain
 
-import deltawire.cli.commands.serve as serve_command
-from deltawire import ReaderOptions
 from deltawire.events import Event
 from deltawire.gateway.channel_watch import ChannelWatch
-from deltawire.store import open_store
 from deltawire.testing.faulty_store import Before, FaultyStore
 
 
@@ -51,13 +46,5 @@ def test_a_channel_that_does_not_exist_is_told_once_with_those_that_do() -> None
     watch.look()
     watch.look()
     assert [event.name for event in told] == ["channel-unreadable"]
+    assert str(told[0].fields["reason"]).startswith("--engine stabel=URL: the chain at ")
     assert "has no channel 'stabel'. It has canary, stable." in str(told[0].fields["reason"])
-
-
-def test_serve_tells_of_a_missing_channel_before_it_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = open_store(str(tmp_path / "chain"))
-    ChannelledChain(store=store).promote(2, "stable")
-    serve_command._check_chain(store.url, ReaderOptions(channel="stable"), "stable")
-    assert capsys.readouterr().err == ""
-    serve_command._check_chain(store.url, ReaderOptions(channel="stabel"), "stabel")
-    assert "has no channel 'stabel'. It has stable." in capsys.readouterr().err

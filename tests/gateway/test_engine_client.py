@@ -169,6 +169,8 @@ def test_an_engine_that_cannot_be_reached_has_not_got_the_request(monkeypatch: p
     with pytest.raises(NoAnswer) as caught:
         run(refused)
     assert not caught.value.was_sent
+    assert "Cannot connect to host" in str(caught.value)
+    assert "ssl" not in str(caught.value)
     monkeypatch.setattr(engine_client, "_CONNECT_SECONDS", 0.05)
     with pytest.raises(NoAnswer) as caught:
         run(no_tls)  # the server waits for a request, so the handshake does not end

@@ -71,6 +71,8 @@ def test_feedback_is_in_the_store_when_it_is_acknowledged_and_counts_once(answer
     assert told(scene, episode_id=EPISODE, metric_name="rating", value=1)[0] == 200
     assert told(scene, inference_id=name, metric_name="comment", value="gut")[0] == 200
     assert told(scene, inference_id=name, metric_name="thumbs", value=True, dryrun=True)[0] == 200
+    tried = {"inference_id": name, "metric_name": "thumbs", "value": True}
+    assert scene.post("/feedback", {**tried, "dryrun": True})[1]["dryrun"] is True
     keyed = [
         scene.post("/feedback", {"inference_id": name, "metric_name": "thumbs", "value": True}, {"idempotency-key": "k"}) for _ in "ab"
     ]

@@ -114,6 +114,11 @@ def test_what_no_exporter_sends_is_refused_with_the_field_and_what_it_must_be(to
 
 @pytest.mark.parametrize("data", [b"\xff\xff", b"\x0a\xff", b"\x0a", b"\x0b"])
 def test_what_is_no_protobuf_is_refused_in_words(data: bytes) -> None:
-    with pytest.raises(RequestMalformed, match="it is not a protobuf message with traces") as caught:
+    with pytest.raises(RequestMalformed, match=r"it is not a protobuf message with traces\. Correct the request") as caught:
         read_results(data, "application/x-protobuf", is_traces=True)
     assert "Error(" not in str(caught.value)
+
+
+def test_json_with_the_wrong_content_type_is_told_the_right_one() -> None:
+    with pytest.raises(RequestMalformed, match="Send JSON with the header content-type: application/json"):
+        read_results(b' {"resourceLogs": []}', "application/x-www-form-urlencoded", is_traces=False)

@@ -42,6 +42,19 @@ def test_an_unknown_route_is_refused_with_those_that_there_are(path: str, idle: 
     assert len(idle.get(f"/{'x' * 5000}")[1]["error"]["message"]) < 500
 
 
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/feedback", "Send feedback to /feedback, without /v1."),
+        ("/v1/embeddings", "Use one of these routes."),
+    ],
+)
+def test_an_unknown_route_under_v1_gets_advice_that_fits(path: str, hint: str, idle: Scene) -> None:
+    message = idle.post(path, {})[1]["error"]["message"]
+    assert message.endswith(f". {hint}")
+    assert "base_url" not in message
+
+
 def test_a_wrong_method_is_refused_with_the_right_one(idle: Scene) -> None:
     for path, wrong, right in (
         ("/feedback", "GET", "POST"),

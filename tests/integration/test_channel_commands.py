@@ -66,6 +66,7 @@ def test_a_channel_is_promoted_shared_and_rolled_back(cli: Cli) -> None:
     assert (shared["kind"], shared["share"], shared["version"]) == ("share", 1.0, 4)
     assert cli("promote", "stable", "--from", "canary")["version"] == 4
     assert cli.fail("promote", "stable", "--version", 3, "--expect", 0) == "ChannelMoved"
+    assert cli.fail("promote", "stable", "--version", 3, "--expect", 7) == "ChannelMoved"
     assert cli("rollback", "stable", "--why", "worse")["version"] == 2
     assert cli("rollback", "stable", "--to", 5)["version"] == 5
     assert {each["channel"]: each["version"] for each in cli("channels")["channels"]} == {"canary": 4, "stable": 5}

@@ -320,3 +320,8 @@ def test_help_is_short_to_ask_for_and_the_package_is_a_program() -> None:
         assert call(*command, "-h") == call(*command, "--help")
     done = run_python(["-m", "deltawire"], "--version")
     assert (done.returncode, done.stdout[:10]) == (0, "deltawire ")
+
+
+@pytest.mark.parametrize("command", ["serve", "gateway", "events", "dashboard", "member"])
+def test_a_command_that_misses_its_chain_says_how_to_give_it(command: str) -> None:
+    assert "Missing option '--from'. Give the chain as --from URL." in ask(command, "/tmp/chain", code=2)["error"]["message"]

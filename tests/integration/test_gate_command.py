@@ -46,6 +46,25 @@ def test_an_evaluation_that_passes_promotes(chain: GatedChain) -> None:
     assert gate(chain, "--evaluate", command)[-1]["state"] == "idle"
 
 
+def test_the_evaluation_of_another_command_or_another_score_is_not_used(chain: GatedChain, tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    command = f"echo A >> {journal}; echo '{{\"accuracy\": 0.9}}'"
+    options = ("--evaluate", command, "--min-seconds", "1000")
+    for score in ("accuracy:0.8", "accuracy:0.8", "accuracy:0.85"):
+        look = gate(chain, *options, "--score", score)[-1]
+        assert look["record"]["evaluation"]["passed"] == 1
+        assert look["record"]["why"].endswith("of 1000 seconds old")
+    assert journal.read_text() == "A\nA\n"
+    record = gate(chain, "--evaluate", f"echo B >> {journal}; exit 1")[-1]["record"]
+    assert record["why"] == "the evaluation refused it: the command exited with code 1"
+    assert journal.read_text() == "A\nA\nB\n"
+
+
+def test_the_score_that_decided_is_in_the_reason(chain: GatedChain) -> None:
+    record = gate(chain, "--evaluate", "echo '{\"accuracy\": 0.9}'", "--score", "accuracy:0.8")[-1]["record"]
+    assert record["why"] == "the evaluation passed: the command exited with code 0; accuracy is 0.9, at least 0.8"
+
+
 @pytest.mark.parametrize(
     ("command", "why"),
     [
@@ -82,8 +101,10 @@ def test_a_monitor_and_a_dry_run(chain: GatedChain) -> None:
     ("arguments", "code", "word"),
     [
         ((), 1, "nothing to prove"),
-        (("--monitor", "length"), 1, "is not a limit"),
+        (("--monitor", "length:+20%"), 1, "Give it --evaluate CMD or --metric LIMIT. A limit of --monitor need not be proved."),
+        (("--monitor", "length"), 1, "For --monitor, write NAME:+20%, such as length:+20%."),
         (("--metric", "sloved"), 1, "not declared"),
+        (("--score", "a:1"), 2, "--score needs --evaluate"),
         (("--metric", "solved", "--score", "a:1"), 2, "--evaluate"),
         (("--metric", "solved", "--range", "length=5"), 2, "NAME=LOW:HIGH"),
         (("--metric", "solved", "--alpha", "2"), 1, "0.5"),
@@ -110,6 +131,13 @@ def test_a_metric_that_is_not_declared_is_an_error_without_a_canary_too(chain: G
     assert result.exit_code == 1
     assert "the metric 'sloved' is not declared" in result.output
     assert gate(chain, "--metric", "solved")[-1]["state"] == "idle"
+
+
+def test_a_promotion_that_is_no_longer_made_is_told(chain: GatedChain) -> None:
+    assert gate(chain, "--evaluate", "true")[-1]["moved"]["kind"] == "promote"
+    chain.promote(4, "stable")
+    result = CliRunner().invoke(app, ["gate", chain.store.url, "--once", "--evaluate", "true"])
+    assert result.stdout.startswith("nothing to do: this canary was promoted before (move 1), and stable was moved since (move 2 by ")
 
 
 def test_a_gate_waits_for_channels_only_if_it_is_told_to(chain: GatedChain) -> None:

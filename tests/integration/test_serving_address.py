@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import sys
 import threading
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 import deltawire
 from deltawire.addresses import listening_socket
 from deltawire.cli import app
+from deltawire.cli.commands import serve as serve_command
 from deltawire.cli.options import server as server_options
 from deltawire.errors import AddressUnavailable, TelemetryUnavailable
 from deltawire.gateway.http.http_server import listen
@@ -69,6 +71,31 @@ def test_serve_tries_the_port_and_the_chain_before_it_imports_anything_large(cha
     assert "nothing is published" in printed("serve", "--from", empty, "--port", 0)
     with pytest.raises(ModuleNotFoundError, match=r"deltawire\.rl\.member"):  # a good chain and a free port lead to the import
         CliRunner().invoke(app, ["serve", "--from", chain, "--port", "0"], catch_exceptions=False)
+
+
+@pytest.mark.usefixtures("without_imports")
+def test_serve_waits_for_a_channel_that_does_not_exist_yet(chain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    notices = list[str]()
+    assert CliRunner().invoke(app, ["promote", chain, "canary", "--version", "1"]).exit_code == 0
+
+    def promote(notice: str) -> None:
+        notices.append(notice)
+        done = CliRunner().invoke(app, ["promote", chain, "stable", "--version", "1"])
+        assert done.exit_code == 0, done.output
+
+    monkeypatch.setattr(serve_command, "print_notice", promote)
+    arguments = ["serve", "--from", chain, "--channel", "stable", "--port", "0", "--poll", "0.01"]
+    with pytest.raises(ModuleNotFoundError, match=r"deltawire\.rl\.member"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    (notice,) = notices
+    assert notice.startswith("will wait: ")
+    assert "has no channel 'stable'. It has canary." in notice
+
+
+@pytest.mark.usefixtures("without_imports")
+def test_a_signal_ends_the_wait_for_a_channel(chain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_command, "print_notice", lambda notice: signal.raise_signal(signal.SIGTERM))
+    assert printed("serve", "--from", chain, "--channel", "stable", "--port", 0, code=0) == ""
 
 
 @pytest.mark.parametrize(("command", "gone"), [("serve", "transformers"), ("serve", "uvicorn"), ("gateway", "aiohttp")])

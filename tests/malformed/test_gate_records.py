@@ -30,6 +30,7 @@ from deltawire.format.records.gate_records import MOST_LIMITS, ChannelPosition, 
         {"evaluation": EvaluationResult(True, 1, "", {"accuracy": float("inf")})},
         {"evaluation": EvaluationResult(True, 1, "", {str(number): 1.0 for number in range(65)})},
         {"evaluation": EvaluationResult(True, 1, "", {"x" * 101: 1.0})},
+        {"evaluation": EvaluationResult(True, 1, "", {}, "ab")},
     ],
 )
 def test_a_wrong_part_spoils_the_record(wrong):
@@ -40,3 +41,12 @@ def test_a_wrong_part_spoils_the_record(wrong):
 def test_a_record_without_an_evaluation_and_limits_is_sound():
     record = dataclasses.replace(GATE, evaluation=None, limits=(), outcome="continue")
     assert type(GATE).parse(record.to_bytes()) == record
+
+
+def test_an_evaluation_of_an_older_gate_has_no_terms():
+    data = GATE.to_bytes()
+    assert b'"terms"' not in data
+    assert type(GATE).parse(data) == GATE
+    assert GATE.evaluation is not None
+    newer = dataclasses.replace(GATE, evaluation=dataclasses.replace(GATE.evaluation, terms="ab" * 32))
+    assert type(GATE).parse(newer.to_bytes()) == newer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,6 +18,8 @@ from tiny_models import torch
 
 from deltawire.errors import NoMetrics
 from deltawire.events import Event
+from deltawire.fleet.fleet_keyring import FleetKeyring
+from deltawire.fleet.steps.requests import run_steps
 from deltawire.format.content_hash import content_hash
 from deltawire.format.feedback import Feedback, FeedbackFile
 from deltawire.format.interactions import AnswerFacts, Interaction, Interactions
@@ -176,4 +179,16 @@ def test_ripe_shows_what_a_trainer_would_use() -> None:
     assert [one.pending.id for one in found] == [one.id for one in file.interactions]
     assert [one.reward for one in found] == [float((one.tokens < 20).mean()) for one in file.rollouts.completions]
     assert traffic.ripe() == found
-    assert LiveTraffic(store).ripe() == found  # the metrics are declared now
+    assert list(store.list(live_keys.METRICS)) == []  # a look declares nothing
+    with pytest.raises(NoMetrics):
+        LiveTraffic(store).ripe()
+    run_steps(LiveTraffic(metrics=[RATING]).open(file.rollouts.run, FleetKeyring(), ticks=time.monotonic, on_event=None), store)
+    assert LiveTraffic(store).ripe() == found  # a trainer has declared the metrics now
+    events: list[Event] = []
+    later = LiveTraffic(metrics=[replace(RATING, window=601), replace(RATING, name="other")])
+    for _ in range(2):
+        run_steps(later.open(file.rollouts.run, FleetKeyring(), ticks=time.monotonic, on_event=events.append), store)
+    assert [(event.name, dict(event.fields)) for event in events] == [("metrics-replaced", {"before": "rating", "after": "rating, other"})]
+    other = replace(RATING, name="other")
+    assert LiveTraffic(store, metrics=[other]).ripe() != found
+    assert [info.key for info in store.list(live_keys.METRICS)] == [live_keys.metrics_key(0), live_keys.metrics_key(1)]

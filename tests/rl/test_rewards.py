@@ -97,3 +97,8 @@ def test_a_missing_reward_function_gives_a_plain_error(spec: str, message: str, 
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RewardError, match=message):
         load_reward(spec)
+
+
+def test_the_error_about_a_spec_names_the_kind_of_function():
+    with pytest.raises(RewardError, match="'math' does not name a redaction function: write MODULE:FUNCTION"):
+        load_reward("math", what="redaction function")

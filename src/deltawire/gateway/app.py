@@ -19,7 +19,6 @@ from ..errors import (
     MethodUnknown,
     OriginRefused,
     RequestMalformed,
-    RouteUnknown,
 )
 from ..events import OnEvent, emit
 from ..format.feedback import Feedback
@@ -43,6 +42,7 @@ from .http.bodies import (
     until_gone,
 )
 from .http.memory import MemoryBudget, Reservation
+from .http.no_route import unknown_route
 from .http.origins import Origins
 from .http.requests import ROUTES, read_request
 from .http.stoppable import Stoppable
@@ -115,7 +115,7 @@ class Endpoint:
                 raise OriginRefused(f"pages of {headers['origin'][:80]!r} may not send requests to this gateway.")
             caller = Caller() if self._is_open else self._gateway.keys.caller(headers)
             if caller.only_feedback and not self._is_feedback:
-                raise KeyRefused("this API key is only for feedback.")
+                raise KeyRefused("this API key is only for feedback.", hint="Use a key without the word `feedback` in the --keys file.")
             with self._gateway.counted(caller) as memory:
                 await self._handler(scope, headers, caller, memory, receiving, sending)
         except CallerGone:
@@ -243,7 +243,7 @@ class GatewayApp:
         more = {"declared": False} if self._metric_names.is_undeclared(feedback.metric) else {}
         if not is_dry:
             await self._feedback.store(feedback, memory, sender=caller.name)
-        await send_json(send, {"feedback_id": feedback.id, **more})
+        await send_json(send, {"feedback_id": feedback.id, **more, **({"dryrun": True} if is_dry else {})})
 
     async def _take_otlp(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
         """Take evaluation results of an OpenTelemetry exporter. The answer counts unusable ones, as exporters expect."""
@@ -295,7 +295,7 @@ class GatewayApp:
     async def _refuse_route(
         self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send
     ) -> None:
-        raise RouteUnknown(f"this gateway has no route {str(scope['path'])[:80]!r}; it has {self._routes}.")
+        raise unknown_route(str(scope["path"]), self._routes)
 
     async def _health(self, scope: Scope, headers: Headers, caller: Caller, memory: Reservation, receive: Receive, send: Send) -> None:
         up = self._pool.ready

@@ -100,7 +100,7 @@ class ChannelWatch:
                 earlier = [move.target.seq for move, _ in zip(reader.targets(), range(KEPT_TARGETS), strict=False)]
                 moves[name], seqs[name] = newest, tuple(dict.fromkeys([newest.target.seq, *earlier]))
             except DeltawireError as error:
-                problem = str(error)
+                problem = f"--engine {name}=URL: {error}"
         if problem != self._problem:
             self._problem = problem
             if problem is not None:

@@ -193,4 +193,5 @@ def _no_answer(error: BaseException, *, was_sent: bool, begun: bool = False) -> 
         short = "it closed the connection without an answer"
     else:
         short = "its answer is not HTTP"
-    return NoAnswer(f"{short} ({type(error).__name__}: {str(error)[:200]})", was_sent=was_sent, short=short)
+    told = str(error).replace(" ssl:default", "")  # aiohttp says this of addresses without TLS, too
+    return NoAnswer(f"{short} ({type(error).__name__}: {told[:200]})", was_sent=was_sent, short=short)

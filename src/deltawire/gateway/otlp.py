@@ -67,7 +67,9 @@ def read_results(body: bytes, kind: str, *, is_traces: bool, memory: Reservation
         raise RequestMalformed(f"the body is not what an OpenTelemetry exporter sends: {error}.") from None
     except (ValueError, IndexError):  # IndexError: a number at the end lacks bytes
         what = "traces" if is_traces else "logs"
-        raise RequestMalformed(f"the body is not what an OpenTelemetry exporter sends: it is not a protobuf message with {what}.") from None
+        hint = "Send JSON with the header content-type: application/json." if body.lstrip().startswith(b"{") else None
+        message = f"the body is not what an OpenTelemetry exporter sends: it is not a protobuf message with {what}."
+        raise RequestMalformed(message, hint=hint) from None
 
 
 def response_body(rejected: int, why: str, kind: str, *, is_traces: bool) -> bytes:

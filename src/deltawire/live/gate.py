@@ -6,6 +6,7 @@ is missing. A move is made at most once: it is created if absent, and only if th
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,10 @@ State = Literal["waiting", "idle", "watching", "decided"]
 
 class Evaluator(Protocol):
     """Evaluates a version while the gate watches, such as `deltawire.cli`'s evaluation command."""
+
+    @property
+    def terms(self) -> str | None:
+        """The hash of what makes a version pass. The gate uses an earlier result only if it was found by the same terms."""
 
     def start(self, canary: Version, stable: Version, attempt: int) -> None:
         """Begin to evaluate the version of the canary, and return at once."""
@@ -106,6 +111,8 @@ class GateLook:
         Whether an evaluation runs.
     missing
         While waiting, the message that names the channel that does not exist, and those that do. None otherwise.
+    stale
+        Why the promotion that was decided is no longer made: somebody has moved `stable` since. None otherwise.
     """
 
     state: State
@@ -113,6 +120,7 @@ class GateLook:
     moved: ChannelMove | None = None
     is_evaluating: bool = False
     missing: str | None = None
+    stale: str | None = None
 
 
 @dataclass(slots=True)
@@ -219,9 +227,8 @@ class Gate:
         record = watch.newest.record
         if record.outcome == "continue":
             return GateLook("watching", record, is_evaluating=watch.is_evaluating)
-        if self._options.dry_run:
-            return GateLook("decided", record)
-        return GateLook("decided", record, self._move(record))
+        moved = None if self._options.dry_run else self._move(record)
+        return GateLook("decided", record, moved, stale=self._stale(record) if moved is None else None)
 
     def check_limits(self) -> None:
         """Check that each limit names a metric that is declared now, or a fact. Raises `UnusableGate`. `look` does it for each canary."""
@@ -263,9 +270,15 @@ class Gate:
             CanaryTraffic(canary, stable, [each.metric for each in self._sources if each.metric is not None], by_user=options.by_user),
             newest,
             began if newest is None else max(began, newest.stored),
-            evaluation=None if newest is None else newest.record.evaluation,
+            evaluation=None if newest is None else self._usable(newest.record.evaluation),
         )
         return watch
+
+    def _usable(self, earlier: EvaluationResult | None) -> EvaluationResult | None:
+        """Return an earlier result, unless this gate evaluates by other terms."""
+        if earlier is None or self._evaluator is None:
+            return earlier
+        return earlier if earlier.terms == self._evaluator.terms else None
 
     def _judge(self, watch: _Watch) -> GateRecord:
         """Read new traffic and return what follows from everything that was read, as the next record."""
@@ -307,6 +320,7 @@ class Gate:
             result = self._evaluator.poll()
             if result is None:
                 return
+            result = replace(result, terms=self._evaluator.terms)
             watch.is_evaluating, watch.evaluation = False, result
             passed = None if result.passed is None else int(result.passed)
             emit(self._on_event, "gate-evaluated", channel=watch.canary.channel, passed=passed, attempt=result.attempts, why=result.why)
@@ -394,6 +408,22 @@ class Gate:
                 if not last:
                     raise
         return None
+
+    def _stale(self, record: GateRecord) -> str | None:
+        """Return why the promotion of a record is no longer made, or None if it can be made, or if there is another canary."""
+        canary, stable = standing(self._canary), standing(self._stable)
+        since = stable.move > record.stable.move
+        if record.outcome != "promote" or canary.move != record.canary.move or canary.target == stable.target or not since:
+            return None
+        name = stable.channel
+        later = itertools.takewhile(lambda move: move.move > record.stable.move, self._stable.history())
+        made = next((move for move in later if move.kind == "promote" and move.target == record.canary.target), None)
+        by = f"move {stable.move} by {stable.by or 'an unnamed author'}"
+        if made is None:
+            what = f"this canary was to be promoted, but {name} was moved first ({by})"
+        else:
+            what = f"this canary was promoted before (move {made.move}), and {name} was moved since ({by})"
+        return f"nothing to do: {what}. Promote another version to {canary.channel}."
 
     def _commit(self, target: CommitRef) -> Commit:
         commit = self._log.ancestor(newest_version(self._log), target.seq)

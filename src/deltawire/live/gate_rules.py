@@ -72,7 +72,9 @@ class Limit:
                 f"the limit {text!r} has no sign.",
                 hint=f"Write {name}:+{size} (at most that much above stable) or {name}:-{size} (at most that much below it).",
             )
-        if form is None or not text.isprintable() or (form[2] is None and not must_hold):
+        if form is not None and form[2] is None and not must_hold and text.isprintable():
+            raise UnusableGate(f"{text!r} is not a limit.", hint=f"For --monitor, write NAME:+20%, such as {text}:+20%.")
+        if form is None or not text.isprintable():
             raise UnusableGate(f"{text!r} is not a limit.", hint="Write NAME:+20%, NAME:-20%, NAME:+0.05 or NAME:-0.05.")
         name, sign, digits, percent = form[1], form[2] or "-", form[3] or "0", form[4] or ""
         size = float(digits) if sign == "+" else -float(digits)
@@ -148,7 +150,9 @@ class GatePolicy:
         if self.min_answers < 1 or self.attempts < 1 or not 0.0 <= self.min_seconds <= self.max_seconds < math.inf:
             raise UnusableGate("min_answers and attempts must be at least 1, and min_seconds from 0 to max_seconds.")
         if not self.evaluate and not any(limit.must_hold for limit in self.limits):
-            raise UnusableGate("the gate has nothing to prove.", hint="Give it an evaluation command, or a metric.")
+            raise UnusableGate(
+                "the gate has nothing to prove.", hint="Give it --evaluate CMD or --metric LIMIT. A limit of --monitor need not be proved."
+            )
         if len({limit.text for limit in self.limits}) != len(self.limits) or len(self.limits) > MOST_LIMITS:
             raise UnusableGate(f"a limit is given twice, or there are more than {MOST_LIMITS}.")
 
@@ -269,7 +273,7 @@ def _describe(finding: LimitFinding) -> str:
     canary, stable = finding.canary, finding.stable
     return (
         f"{finding.limit} {'is broken' if finding.verdict == 'broken' else 'holds'}: "
-        f"canary {canary.mean:.4g} of {canary.count} answers, stable {stable.mean:.4g} of {stable.count}"
+        f"canary mean {canary.mean:.4g} ({canary.count} answers), stable mean {stable.mean:.4g} ({stable.count} answers)"
     )
 
 

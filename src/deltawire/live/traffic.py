@@ -13,7 +13,7 @@ from ..chain.log import ChainLog
 from ..events import OnEvent
 from ..fleet.fleet_keyring import FleetKeyring
 from ..fleet.steps.requests import MOST_TOGETHER, Steps, run_steps
-from ..format.records.live_records import Metric
+from ..format.records.live_records import Metric, Metrics
 from ..store import Store, StoreOptions, open_store
 from .rules.join import Joined
 from .steps.joiner_steps import JoinerOptions, JoinerSteps, Judge
@@ -35,7 +35,7 @@ class LiveTraffic:
     url
         The location of the run: a URL, a directory, or an open store, which stays the caller's to close. None: that of the trainer.
     metrics
-        The metrics of the run. They are declared if the declaration in force differs. None takes the declaration in force.
+        The metrics of the run. A trainer declares them if the declaration in force differs. None takes the declaration in force.
     judge
         Called with a conversation that ends with an answer (`ConversationText`) and the user's next message. It returns the value of the
         metric `options.judge_metric`, or None. Gateways must record texts for it. Feedback for the same metric comes first.
@@ -76,7 +76,8 @@ class LiveTraffic:
     def ripe(self) -> list[Joined]:
         """Look once at the store, and return the interactions that have their rewards, in the order in which they were stored.
 
-        Interactions that a trainer has used already are among them as long as their files are in the store.
+        Interactions that a trainer has used already are among them as long as their files are in the store. Nothing is written: `metrics`
+        count for this look, and only a trainer declares them. Raises `NoMetrics` if none are given and none are declared.
         """
         if self._url is None:
             raise ValueError("pass the url of the run to LiveTraffic")
@@ -85,8 +86,10 @@ class LiveTraffic:
             with ThreadPoolExecutor(MOST_TOGETHER) as pool:
                 if self._joiner is None:
                     run = ChainLog(store, run=self._run, trusted_keys=self._keyring.trusted).run.id
-                    opening = self.open(run, self._keyring, ticks=time.monotonic, on_event=self._on_event)
-                    self._joiner = run_steps(opening, store, sleep=time.sleep, pool=pool)
+                    metrics = self._metrics
+                    if metrics is None:
+                        metrics = run_steps(self._declare(run, self._keyring, self._on_event), store, sleep=time.sleep, pool=pool).metrics
+                    self._joiner = self._joining(run, metrics, time.monotonic, self._on_event)
                 run_steps(self._joiner.look(), store, sleep=time.sleep, pool=pool)
         finally:
             if store is not self._url:
@@ -112,6 +115,13 @@ class LiveTraffic:
         on_event
             Called with every event.
         """
-        found = yield from declare_metrics(run, self._metrics, keyring, lambda: secrets.token_hex(16), lambda: int(time.time() * 1000))
-        self._joiner = JoinerSteps(run, found.metrics, self._options, ticks, judge=self._judge, on_event=on_event)
+        found = yield from self._declare(run, keyring, on_event)
+        self._joiner = self._joining(run, found.metrics, ticks, on_event)
         return self._joiner
+
+    def _declare(self, run: str, keyring: FleetKeyring, on_event: OnEvent | None) -> Steps[Metrics]:
+        nonce, clock = lambda: secrets.token_hex(16), lambda: int(time.time() * 1000)
+        return declare_metrics(run, self._metrics, keyring, nonce, clock, on_event=on_event)
+
+    def _joining(self, run: str, metrics: tuple[Metric, ...], ticks: Callable[[], float], on_event: OnEvent | None) -> JoinerSteps:
+        return JoinerSteps(run, metrics, self._options, ticks, judge=self._judge, on_event=on_event)

@@ -140,6 +140,8 @@ class ChannelWriter:
         refuse_copy(self._log.store)
         newest = self._newest(required=kind != "promote")
         number = -1 if newest is None else newest.move
+        if newest is not None and expect is not None and expect > number:
+            raise ChannelMoved(f"the newest move of the channel {newest.channel} in {self._log.store.url} is {number}, not {expect}.")
         if expect is not None and expect != number:
             raise self._moved(newest)
         reason = reason or Reason()

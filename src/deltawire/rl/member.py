@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..chain.reader_options import ReaderOptions
-from ..errors import DeltawireError, UnusableReward
+from ..errors import DeltawireError, EngineError, UnusableReward
 from ..events import OnEvent, emit, with_fields
 from ..fleet.generation import Generator
 from ..fleet.member import Member, tell_failure
@@ -288,6 +288,14 @@ def _require_transformers() -> None:
 
 
 def pick_device(name: str) -> str:
+    """Return the device of a `--device` option. Raises `EngineError` if torch cannot use it here."""
     import torch
 
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except Exception as error:  # torch has a kind of error for each reason
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise EngineError(f"the device {name!r} is not available here: {reason:.200}. Use --device cpu.") from error
+    return name

@@ -23,7 +23,7 @@ from ..fleet.rules.training_limits import LARGEST_REWARD
 RewardFunction: TypeAlias = Callable[..., Any]
 
 
-def load_reward(spec: str) -> RewardFunction:
+def load_reward(spec: str, *, what: str = "reward function") -> RewardFunction:
     """Return the function that `spec` names.
 
     Raises `UnusableReward` if the module or the function cannot be loaded.
@@ -32,10 +32,12 @@ def load_reward(spec: str) -> RewardFunction:
     ----------
     spec
         MODULE:FUNCTION. The function's name may have dots.
+    what
+        The kind of function, for the message of the error.
     """
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
-        raise UnusableReward(f"{spec!r} does not name a reward function: write MODULE:FUNCTION.")
+        raise UnusableReward(f"{spec!r} does not name a {what}: write MODULE:FUNCTION.")
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

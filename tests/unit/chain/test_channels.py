@@ -169,6 +169,8 @@ def test_a_writer_can_insist_on_the_move_that_it_knows() -> None:
     chain.writer().promote(chain.chain.commits[2], expect=first.move)
     with pytest.raises(ChannelMoved, match="move 1"):
         chain.writer().rollback(expect=first.move)
+    with pytest.raises(ChannelMoved, match=r"the newest move of the channel stable in .* is 1, not 7"):
+        chain.writer().rollback(expect=7)
     assert chain.reader().newest().move == 1
 
 

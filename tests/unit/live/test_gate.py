@@ -24,7 +24,8 @@ KEY = SigningKey.generate()
 class Evaluations:
     """An evaluator whose results a test sets."""
 
-    def __init__(self):
+    def __init__(self, terms=None):
+        self.terms = terms
         self.started = []
         self.stopped = 0
         self.result = None
@@ -55,6 +56,34 @@ def test_a_better_canary_is_promoted_once(key):
     assert chain.moves("canary") == [("promote", 3)]
     assert [record.outcome for record in chain.records()] == ["continue", "promote"]
     assert [event.name for event in chain.events if event.name.startswith("gate")][-2:] == ["gate-limit", "gate-decided"]
+
+
+def test_a_canary_that_was_promoted_before_is_not_promoted_over_a_later_move():
+    chain = GatedChain()
+    chain.traffic(0.9, 0.5)
+    assert chain.gate().look().stale is None
+    chain.promote(4, "stable")
+    for dry_run in (False, True):
+        look = chain.gate(dry_run=dry_run).look()
+        assert (look.state, look.moved) == ("decided", None)
+        by = chain.chain.reader("stable").newest().by
+        assert look.stale == (
+            f"nothing to do: this canary was promoted before (move 1), and stable was moved since (move 2 by {by}). "
+            "Promote another version to canary."
+        )
+    assert chain.moves("stable") == [("promote", 2), ("promote", 3), ("promote", 4)]
+    chain.promote(3, "canary")  # the same version again is another canary
+    assert chain.gate().look().state == "watching"
+
+
+def test_a_decision_that_came_after_a_move_of_stable_is_told_as_such():
+    chain = GatedChain()
+    chain.traffic(0.9, 0.5)
+    gate = chain.gate()
+    gate._move = lambda record: None  # the gate dies after it has written the decision
+    gate.look()
+    chain.promote(4, "stable")
+    assert "was to be promoted, but stable was moved first (move 1 by " in chain.gate().look().stale
 
 
 def test_a_worse_canary_is_rolled_back_to_stable():
@@ -371,6 +400,22 @@ def test_an_evaluation_is_made_once_and_is_evidence():
     assert look.record.outcome == "promote"
     assert look.record.evaluation.scores == {"accuracy": 0.5}
     assert chain.target("stable") == 3
+
+
+@pytest.mark.parametrize(("other", "starts"), [("ab" * 32, 0), ("cd" * 32, 1), (None, 1)])
+def test_the_result_of_an_evaluation_by_other_terms_is_not_used(other, starts):
+    chain = GatedChain()
+    policy = GatePolicy(evaluate=True, min_seconds=100.0)
+    first = Evaluations("ab" * 32)
+    gate = chain.gate(policy, evaluator=first)
+    gate.look()
+    first.result = EvaluationResult(True, 1, "accuracy is 0.9, at least 0.8")
+    assert gate.look().record.evaluation == dataclasses.replace(first.result, terms="ab" * 32)
+    second = Evaluations(other)
+    look = chain.gate(policy, evaluator=second).look()
+    assert (len(second.started), look.is_evaluating) == (starts, bool(starts))
+    if starts:
+        assert "the evaluation has not passed yet" in look.record.why
 
 
 def test_a_refused_evaluation_rolls_back():

@@ -160,11 +160,11 @@ def gate(
         from ...live.gate_rules import parse_score
         from ..process.evaluation_command import EvaluationCommand
 
-        policy = _policy(metric, monitor, evaluate, alpha, min_answers, min_seconds, max_seconds, attempts)
-        options = GateOptions(canary, stable, _ranges(ranges), wait, by_user, dry_run, retention)
         least = dict(parse_score(text) for text in score or ())
         if least and evaluate is None:
             raise typer.BadParameter("--score needs --evaluate.")
+        policy = _policy(metric, monitor, evaluate, alpha, min_answers, min_seconds, max_seconds, attempts)
+        options = GateOptions(canary, stable, _ranges(ranges), wait, by_user, dry_run, retention)
         key = None if sign is None else load_signing_key(sign)
         store = stack.enter_context(opened(url, verbose=verbose))
         chain = reader_options(run, trust).open_log(store)
@@ -235,7 +235,7 @@ def _look_once(judge: Gate, as_json: bool, *, waits: bool) -> None:
     elif look.record is None:
         print_line("there is no canary" if look.missing is None else f"will wait: {look.missing}")
     else:
-        print_line(f"{look.record.outcome}: {look.record.why}")
+        print_line(look.stale or f"{look.record.outcome}: {look.record.why}")
 
 
 def _watch(judge: Gate, poll: float, *, waits: bool) -> None:
@@ -255,15 +255,16 @@ def _watch(judge: Gate, poll: float, *, waits: bool) -> None:
             print_notice(f"will try again: {error}")
         else:
             _check_channels(look, waits=waits)
-            if look.missing is not None and look.missing != told:
-                print_notice(f"will wait: {look.missing}")
-            told = look.missing
+            notice = look.stale if look.missing is None else f"will wait: {look.missing}"
+            if notice is not None and notice != told:
+                print_notice(notice)
+            told = notice
         time.sleep(poll)
 
 
 def _as_json(look: GateLook) -> dict[str, Any]:
     moved = look.moved and {"channel": look.moved.channel, "move": look.moved.move, "kind": look.moved.kind}
-    return {"event": "gate", "state": look.state, "record": look.record and look.record.plain(), "moved": moved}
+    return {"event": "gate", "state": look.state, "record": look.record and look.record.plain(), "moved": moved, "stale": look.stale}
 
 
 class _Listener:

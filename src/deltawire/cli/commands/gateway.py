@@ -214,7 +214,7 @@ def _load(spec: str | None) -> Any:
     from ...rl.rewards import load_reward
 
     try:
-        return load_reward(spec)
+        return load_reward(spec, what="redaction function")
     except UnusableReward as error:
         raise typer.BadParameter(error.message) from None
 

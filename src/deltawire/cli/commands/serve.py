@@ -49,11 +49,13 @@ def serve(
         # The port and the chain are tried before the imports, which take up to a minute.
         listening = stack.enter_context(listening_socket("the model", host, port))
         reading = reader_options(run, trust, pin=False, channel=channel)
-        _check_chain(source, reading, channel)
+        stop = threading.Event()
+        with leaving_on_signals(stop):
+            _await_chain(source, reading, channel, poll, stop)
+        if stop.is_set():
+            return
         from ...rl.member import pick_device
         from ...rl.serving.openai_server import serve_openai
-
-        stop = threading.Event()
 
         def tell(address: str) -> None:
             if json:
@@ -83,8 +85,8 @@ def serve(
             )
 
 
-def _check_chain(source: str, reading: ReaderOptions, channel: str | None) -> None:
-    """Open the chain. Print a notice if the channel does not exist, which names the channels that do."""
+def _await_chain(source: str, reading: ReaderOptions, channel: str | None, poll: float, stop: threading.Event) -> None:
+    """Open the chain, and wait until the channel exists or `stop` is set. A notice names the channels that exist."""
     from ...chain.channels import ChannelReader
     from ...errors import NoChannel
 
@@ -93,7 +95,13 @@ def _check_chain(source: str, reading: ReaderOptions, channel: str | None) -> No
         log.run  # noqa: B018 - read now, so that a chain that does not exist is an error before the imports
         if channel is None:
             return
-        try:
-            ChannelReader(log, channel).newest()
-        except NoChannel as error:
-            print_notice(f"will wait: {error}")
+        reader, told = ChannelReader(log, channel), False
+        while not stop.is_set():
+            try:
+                reader.newest()
+                return
+            except NoChannel as error:
+                if not told:
+                    print_notice(f"will wait: {error}")
+                told = True
+            stop.wait(poll)

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import IO, TYPE_CHECKING
 
-from ...format.records.gate_records import MOST_SCORE_NAME, MOST_SCORES, EvaluationResult
+from ...format.content_hash import content_hash
+from ...format.records.gate_records import MOST_SCORE_NAME, MOST_SCORES, MOST_TEXT, EvaluationResult
 from .exec_hook import describe_status, end_group, poll_group, signals_deferred
 
 if TYPE_CHECKING:
@@ -59,8 +60,14 @@ class EvaluationCommand:
         self._url = url
         self._timeout = timeout
         self._least = dict(least or {})
+        self._terms = content_hash(json.dumps([command, sorted(self._least.items())]).encode())
         self._ticks = ticks
         self._running: _Running | None = None
+
+    @property
+    def terms(self) -> str:
+        """The hash of the command and of the least scores."""
+        return self._terms
 
     def start(self, canary: Version, stable: Version, attempt: int) -> None:
         """Start the command for a version, and return at once.
@@ -128,7 +135,8 @@ class EvaluationCommand:
             for name, least in self._least.items()
             if not _reaches(scores, name, least)
         ]
-        return EvaluationResult(not low, attempt, "; ".join(low) or how, scores)
+        reached = [f"{name} is {scores[name]:g}, at least {least:g}" for name, least in self._least.items() if not low]
+        return EvaluationResult(not low, attempt, "; ".join(low or [how, *reached])[:MOST_TEXT], scores)
 
 
 class _Running:

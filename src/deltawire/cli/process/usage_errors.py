@@ -33,11 +33,19 @@ class CommandsWithJsonErrors(PlainGroup):
             yield
         except _UsageError as error:
             _suggest_at(error)
+            _suggest_from(error)
             error.message = error.message.removeprefix("Value error, ")  # some releases of typer name the type of their own error
             message = error.format_message()
             if self._as_json and message:  # an error without a message is a request for help
                 print_json_line({"error": {"type": "UsageError", "message": message}})
             raise
+
+
+def _suggest_from(error: Any) -> None:
+    """Say how the chain is given, to users who give it as an argument to a command that has `--from URL`."""
+    missing = getattr(error, "param", None) if type(error).__name__ == "MissingParameter" else None
+    if missing is not None and "--from" in missing.opts and missing.metavar == "URL":
+        error.message = "Give the chain as --from URL."
 
 
 def _suggest_at(error: Any) -> None:

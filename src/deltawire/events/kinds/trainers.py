@@ -31,6 +31,12 @@ KINDS = (
         (f.ROUND, f.TASK, f.ATTEMPT, f.MEMBER.maybe, f.STEP, f.REASON, f.WHY.maybe),
     ),
     EventKind("live-joined", "info", "Interactions with users have their rewards, and are in a round.", (f.ROUND, f.STEP, f.RESULTS)),
+    EventKind(
+        "metrics-replaced",
+        "warning",
+        "The trainer has declared metrics with other names or settings than those in force, and has replaced those.",
+        (f.text("before", "These metrics were in force."), f.text("after", "These metrics are in force now.")),
+    ),
     EventKind("judge-failed", "warning", "The judge of next messages raised an error.", (f.ERROR,)),
     EventKind(
         "batch-acknowledged",

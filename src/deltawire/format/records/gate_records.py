@@ -9,7 +9,7 @@ from typing import Any
 from ..live_parts import read_bounded, read_flag
 from .canonical import CanonicalRecord, Fields
 from .fleet_parts import read_number
-from .record_parts import NONCE, READER, CommitRef, Signature, read_short, read_signature
+from .record_parts import HASH, NONCE, READER, CommitRef, Signature, read_short, read_signature
 
 VERDICTS = ("holds", "broken", "open")
 OUTCOMES = ("promote", "rollback", "continue")
@@ -127,17 +127,21 @@ class EvaluationResult:
         What happened, for people.
     scores
         The scores that the command printed, by name.
+    terms
+        The hash of the command and of the least scores. A gate with other terms evaluates anew. None in the records of older gates.
     """
 
     passed: bool | None
     attempts: int
     why: str
     scores: Mapping[str, float] = field(default_factory=dict)
+    terms: str | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the result as JSON values."""
         scores = [{"name": name, "value": repr(float(value))} for name, value in sorted(self.scores.items())]
-        return {"passed": None if self.passed is None else int(self.passed), "attempts": self.attempts, "why": self.why, "scores": scores}
+        passed, terms = None if self.passed is None else int(self.passed), {} if self.terms is None else {"terms": self.terms}
+        return {"passed": passed, "attempts": self.attempts, "why": self.why, "scores": scores, **terms}
 
     @classmethod
     def of(cls, fields: Fields) -> EvaluationResult:
@@ -151,11 +155,12 @@ class EvaluationResult:
         passed = fields.nullable("passed", lambda name: read_flag(fields, name))
         attempts, why = fields.integer("attempts"), read_bounded(fields, "why", MOST_TEXT, 0)
         scores = [_score(inner) for inner in fields.objects("scores")]
+        terms = fields.matching("terms", HASH) if fields.has("terms") else None
         fields.done()
         names = [name for name, _ in scores]
         if len(names) > MOST_SCORES or names != sorted(set(names)):
             fields.refuse(f"its scores are more than {MOST_SCORES}, or not ordered by name")
-        return cls(passed, attempts, why, dict(scores))
+        return cls(passed, attempts, why, dict(scores), terms)
 
 
 @dataclass(frozen=True, slots=True)

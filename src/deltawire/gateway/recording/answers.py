@@ -39,6 +39,7 @@ from ...format.routing import RecordedExperts, RoutingLayout
 from ..http.requests import AskedFor
 from ..options import Redact
 from .answer_text import ChoiceText, is_all_text, other_parts, read_answer, request_messages, tool_names
+from .redaction import redacted as ask_redaction
 
 _SUFFIX = re.compile(r"-(\d{1,6})$")
 _MOST_NAMES, _LONGEST_NAME = 20, 40
@@ -101,7 +102,8 @@ def row_of(
     routers: Callable[[], ModelRouters | None] = lambda: None,
     on_untrained: Callable[[str], object] = lambda reason: None,
 ) -> dict[str, Any]:
-    """Return the row of an answer. Raises `Unusable` if there is nothing to record, or if what the engine says cannot be used.
+    """Return the row of an answer. Raises `Unusable` if there is nothing to record, or if what the engine says cannot be used, and
+    `RedactionFailed`.
 
     Parameters
     ----------
@@ -311,7 +313,7 @@ def _redacted(
         "route": one.route,
         "model": one.model,
     }
-    shown = shown if redact is None else redact(shown)
+    shown = shown if redact is None else ask_redaction(redact, shown)
     if shown is None:
         return None
     found, answer = [(str(each["role"]), str(each["content"])) for each in shown["messages"]], str(shown["answer"])

@@ -24,6 +24,7 @@ from .answers import Unusable, intent_of, row_of
 from .inline_answers import InlineAnswer
 from .journal import Journal
 from .known_ids import KnownIds
+from .redaction import RedactionFailed
 from .row_thread import RowThread
 from .uploads import Uploads
 
@@ -248,10 +249,10 @@ class Recorder:
                 continue
             try:
                 row = self._row(one, mode, answers.get(one.name), oldest)
-            except Unusable as error:
+            except (Unusable, RedactionFailed) as error:
                 outcomes.append(error)
                 continue
-            except Exception as error:  # a user's rule, or an answer of a form that nobody thought of
+            except Exception as error:  # an answer of a form that nobody thought of
                 outcomes.append(Unusable(f"{type(error).__name__}: {error}"))
                 continue
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...errors import NoMetrics
+from ...events import OnEvent, emit
 from ...fleet.fleet_keyring import FleetKeyring
 from ...fleet.steps.record_steps import parsed_answer
 from ...fleet.steps.requests import MOST_TOGETHER, Steps, Together
@@ -39,7 +40,13 @@ def read_metrics(run: str, keyring: FleetKeyring) -> Steps[tuple[Metrics | None,
 
 
 def declare_metrics(
-    run: str, metrics: Sequence[Metric] | None, keyring: FleetKeyring, draw_nonce: Callable[[], str], clock: Callable[[], int]
+    run: str,
+    metrics: Sequence[Metric] | None,
+    keyring: FleetKeyring,
+    draw_nonce: Callable[[], str],
+    clock: Callable[[], int],
+    *,
+    on_event: OnEvent | None = None,
 ) -> Steps[Metrics]:
     """Return the declaration in force, after these metrics were declared if it differs from them. Raises `NoMetrics` if there is none.
 
@@ -55,6 +62,8 @@ def declare_metrics(
         Returns 32 random hexadecimal digits.
     clock
         Returns milliseconds since 1970, for people.
+    on_event
+        Called with "metrics-replaced" if another declaration was in force.
     """
     while True:
         found, number = yield from read_metrics(run, keyring)
@@ -67,4 +76,10 @@ def declare_metrics(
         record = keyring.sign(Metrics(run, number, draw_nonce(), tuple(metrics), clock()))
         raw = record.to_bytes()
         if (yield from create_steps(live_keys.metrics_key(number), raw)) == raw:
+            if found is not None:
+                emit(on_event, "metrics-replaced", before=_names(found.metrics), after=_names(metrics))
             return record
+
+
+def _names(metrics: Sequence[Metric]) -> str:
+    return ", ".join(each.name for each in metrics)
