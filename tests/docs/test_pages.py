@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import signal
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from running_blocks import SUBSTITUTES, folder_with_models, run_block, run_pytho
 from tiny_models import bits, torch, transformers
 
 import deltawire
+from deltawire.errors import DeltawireError
 from deltawire.trainers import adapter_files, adapter_weights
 
 pytest.importorskip("accelerate", reason="the Hugging Face Trainer needs accelerate")
@@ -75,7 +79,7 @@ def test_train_and_serve(model: str, folder: Path, monkeypatch: pytest.MonkeyPat
     run_python(one_with("background=True", training), substitutes)
     trained = run_python(one_with("DeltaWireCallback(", training), substitutes)
     live = run_python(one_with("LiveTraffic(", training), substitutes)
-    assert live["traffic"].ripe() == []  # nobody has asked anything
+    assert live["traffic"].counts == {}  # it is for a trainer
     capsys.readouterr()
     served = run_python(one_with("ModuleEngine(", serving), substitutes)
     assert sum(line.startswith("[4] ") for line in capsys.readouterr().out.splitlines()) == 10  # a model may generate line breaks, too
@@ -106,12 +110,44 @@ def test_train_and_serve(model: str, folder: Path, monkeypatch: pytest.MonkeyPat
     assert training + serving == [], "no test runs these blocks"
 
 
+@contextmanager
+def ends_when_published(url: str) -> Iterator[None]:
+    """Send this process SIGTERM, for which a program inside has a handler, as soon as the first version is published."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ended = threading.Event()
+
+    def end() -> None:
+        while not ended.wait(0.05):
+            with suppress(DeltawireError):
+                deltawire.pull(url, "published")
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    waiting = threading.Thread(target=end)
+    waiting.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        waiting.join()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def test_live_traffic_with_the_tiny_model_of_the_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = to_run("docs/live.md")
     run_python(one_with("Qwen3Config(", found))
     run_shell(one_with("deltawire publish tiny runs/tiny", found), folder)
     substitutes = SUBSTITUTES | {"Qwen/Qwen3-0.6B": "./tiny"}
+    hide = run_python(one_with("def hide(", found))["hide"]
+    shown = {"messages": [{"role": "user", "content": "w1 12345"}], "answer": "w2", "tags": {}, "route": "chat", "model": "-"}
+    assert hide(shown) == {**shown, "messages": [{"role": "user", "content": "w1 #"}]}
+    assert hide({**shown, "tags": {"private": "yes"}}) is None
     run_python(one_with("with Publisher(", found), substitutes)
+    with ends_when_published("bucket/service"):
+        service = run_python(one_with("stop.is_set", found), substitutes)
+    assert service["trainer"].step == 0
+    assert list(Path("checkpoints").iterdir()) != []
     loop = run_python(one_with("GrpoTrainer(", found), substitutes)
     assert loop["trainer"].step == 1
     assert "step 1 has learned from 8 answers" in capsys.readouterr().out
