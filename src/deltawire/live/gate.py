@@ -282,7 +282,10 @@ class Gate:
             if samples and all(each.is_default for each in samples):
                 silent.append(limit.text)
         age = watch.now - watch.began
-        decision = decide(self._policy, findings, watch.evaluation, watch.traffic.canary_answers, age, silent=silent)
+        limits = zip(self._policy.limits, self._sources, strict=True)
+        may_stay_empty = [limit.text for limit, source in limits if source.may_stay_empty]
+        given = watch.traffic.canary_answers
+        decision = decide(self._policy, findings, watch.evaluation, given, age, silent=silent, may_stay_empty=may_stay_empty)
         return GateRecord(
             id=self._log.run.id,
             number=0 if watch.newest is None else watch.newest.record.number + 1,
@@ -291,7 +294,7 @@ class Gate:
             outcome=decision.outcome,
             why=decision.why[:MOST_TEXT],
             alpha=self._policy.alpha,
-            answers=watch.traffic.canary_answers,
+            answers=given,
             age=int(age * 1000),
             evaluation=watch.evaluation,
             limits=tuple(findings),

@@ -123,7 +123,8 @@ class GatePolicy:
     alpha
         The largest allowed probability of a wrong promotion, and of a wrong rollback because of a limit.
     min_answers
-        No limit is judged before the canary has given this many answers that count. If there is a limit, nothing is promoted before either.
+        No limit is judged before the canary has given this many answers that count. Nothing is promoted before each limit, also a monitor,
+        has this many values of each channel. Only limits that may stay empty need none.
     min_seconds
         A canary is not promoted before it has been on its channel for this many seconds.
     max_seconds
@@ -206,6 +207,7 @@ def decide(
     age: float,
     *,
     silent: Collection[str] = (),
+    may_stay_empty: Collection[str] = (),
 ) -> Decision:
     """Decide what happens to a canary.
 
@@ -223,6 +225,8 @@ def decide(
         Seconds since the canary began to serve.
     silent
         The limits for whose metrics there was no feedback at all, as text.
+    may_stay_empty
+        The limits whose metric may have no values, as text. No promotion waits for their values.
     """
     if policy.evaluate and evaluation is not None:
         if evaluation.passed is False:
@@ -232,7 +236,7 @@ def decide(
     broken = [finding for finding in findings if finding.verdict == "broken"]
     if broken:
         return Decision("rollback", "; ".join(_describe(finding) for finding in broken))
-    missing = _missing(policy, findings, evaluation, canary_answers, age, silent)
+    missing = _missing(policy, findings, evaluation, canary_answers, age, silent, may_stay_empty)
     if not missing:
         proofs = [_describe(finding) for finding in findings if finding.verdict == "holds"]
         if policy.evaluate and evaluation is not None:
@@ -250,6 +254,7 @@ def _missing(
     canary_answers: int,
     age: float,
     silent: Collection[str],
+    may_stay_empty: Collection[str],
 ) -> str:
     """Return what a promotion still needs, or an empty text."""
     needs = []
@@ -260,9 +265,19 @@ def _missing(
             needs.append(f"{finding.limit} is not proved{', because there is no feedback for it' if finding.limit in silent else ''}")
     if findings and canary_answers < policy.min_answers:  # even if all limits are monitors, which would see no answers
         needs.append(f"the canary has given {canary_answers} of {policy.min_answers} answers")
+    else:
+        judged = [finding for finding in findings if finding.limit not in may_stay_empty]
+        needs += [few for finding in judged if (few := _too_few(finding, policy.min_answers))]
     if age < policy.min_seconds:
         needs.append(f"it is {age:.0f} of {policy.min_seconds:.0f} seconds old")
     return "; ".join(needs)
+
+
+def _too_few(finding: LimitFinding, least: int) -> str:
+    """Say that a limit has too few values of a channel. Return an empty text if it has enough."""
+    canary, stable = finding.canary.count, finding.stable.count
+    enough = min(canary, stable) >= least
+    return "" if enough else f"{finding.limit} needs {least} answers of each channel, and has {canary} of the canary and {stable} of stable"
 
 
 def _describe(finding: LimitFinding) -> str:

@@ -3,6 +3,8 @@
 An answer counts for a metric once the metric's window is over for it, and only with the feedback that was stored within the window. If an
 answer counted as soon as its feedback came, answers with quick feedback would count more. So no value ever changes after it has counted.
 
+A request counts once, as its first completion, because its completions resemble each other.
+
 Feedback for metrics that the gate does not compare, or with values that they cannot have, takes no place.
 """
 
@@ -51,6 +53,11 @@ class Source:
     metric: Metric | None = None
     wait: float = 0.0
 
+    @property
+    def may_stay_empty(self) -> bool:
+        """Whether there may be channels whose answers never have a value, such as those without tool calls."""
+        return self.metric is None and self.name == BAD_TOOL_CALLS
+
     @classmethod
     def find(cls, name: str, metrics: Iterable[Metric], *, values: Range | None = None, wait: float | None = None) -> Source:
         """Return the source with this name. Raises `UnusableGate` if there is none, or if its range is not known.
@@ -81,7 +88,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """One completion that counts, in the order of the store."""
+    """The first completion of a request that counts, in the order of the store."""
 
     is_canary: bool
     interaction: Interaction
@@ -138,7 +145,7 @@ class CanaryTraffic:
 
     @property
     def canary_answers(self) -> int:
-        """The number of answers of the canary."""
+        """The number of answers of the canary, one for each request."""
         return self._counts[True]
 
     def add_interactions(self, file: Interactions, stored: float) -> None:
@@ -152,6 +159,8 @@ class CanaryTraffic:
             The store's time of the file, in seconds.
         """
         for index, (interaction, completion) in enumerate(zip(file.interactions, file.rollouts.completions, strict=True)):
+            if interaction.choice != 0:
+                continue
             diverted_from = interaction.diverted_from
             is_canary, position = self._groups.get(diverted_from or interaction.channel or "", (False, None))
             if position is None or self._counts[is_canary] >= MOST_ANSWERS:
@@ -241,7 +250,7 @@ class CanaryTraffic:
         elif source.metric is None:
             yield from ((answer, answer.stored) for answer in self._answers)
         elif source.metric.level == "inference":
-            yield from ((answer, answer.stored + source.wait) for answer in self._answers if answer.interaction.choice == 0)
+            yield from ((answer, answer.stored + source.wait) for answer in self._answers)
         else:
             episodes: dict[tuple[str | None, str], tuple[_Answer, float]] = {}
             for answer in self._answers:
@@ -253,12 +262,11 @@ class CanaryTraffic:
 
     def _requests(self) -> Iterator[_Answer]:
         """Yield one answer to each request, also diverted ones: those that came after an answer of the user's own channel."""
-        own = [answer for answer in self._answers if answer.interaction.choice == 0]
-        first = {group: min((each.order for each in own if each.is_canary is group), default=None) for group in (True, False)}
-        yield from own
+        first = {group: min((each.order for each in self._answers if each.is_canary is group), default=None) for group in (True, False)}
+        yield from self._answers
         for answer in self._diverted:
             begun = first[answer.is_canary]
-            if answer.interaction.choice == 0 and begun is not None and answer.order > begun:
+            if begun is not None and answer.order > begun:
                 yield answer
 
     def _sample(self, answer: _Answer, source: Source, settled: float) -> Sample | None:

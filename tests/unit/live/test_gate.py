@@ -352,6 +352,41 @@ def test_requests_that_are_diverted_before_a_canary_begins_do_not_count():
     assert record.outcome == "promote"
 
 
+@pytest.mark.parametrize("monitor", ["length:+20%", "diverted:+0.05", "refusal:+0.1", "bad_tool_calls:+0.1", "solved:-0.1"])
+def test_a_request_with_many_completions_is_one_answer(monitor):
+    evaluations = Evaluations()
+    evaluations.result = EvaluationResult(True, 1, "the command exited with code 0")
+    policy = GatePolicy((Limit.parse(monitor, must_hold=False),), evaluate=True, min_answers=100)
+    chain = GatedChain()
+    gate = chain.gate(policy, evaluator=evaluations)
+    gate.look()
+    name = chain.new_id()
+    tools = AnswerFacts(3, tool_calls=1)
+    chain.put_interactions([Answered("canary", 3, facts=tools, choice=choice) for choice in range(128)], [name] * 128)
+    chain.answer([Answered("stable", 2, facts=tools)] * 100)
+    chain.pass_time(61)
+    chain.tick()
+    record = gate.look().record
+    assert (record.answers, record.limits[0].canary.count, record.limits[0].stable.count) == (1, 1, 100)
+    assert (record.outcome, record.why) == ("continue", "the canary has given 1 of 100 answers")
+    chain.answer([Answered("canary", 3)] * 99)  # without tool calls, which no promotion waits for
+    chain.pass_time(61)
+    chain.tick()
+    assert gate.look().record.outcome == "promote"
+
+
+def test_a_monitor_needs_answers_of_stable_before_a_promotion():
+    evaluations = Evaluations()
+    evaluations.result = EvaluationResult(True, 1, "the command exited with code 0")
+    chain = GatedChain()
+    gate = chain.gate(GatePolicy((Limit.parse("length:+20%", must_hold=False),), evaluate=True), evaluator=evaluations)
+    gate.look()
+    chain.answer([Answered("canary", 3)] * 100 + [Answered("stable", 2)] * 99)
+    assert gate.look().record.why == "length:+20% needs 100 answers of each channel, and has 100 of the canary and 99 of stable"
+    chain.answer([Answered("stable", 2)])
+    assert gate.look().record.outcome == "promote"
+
+
 def test_an_evaluation_is_made_once_and_is_evidence():
     chain = GatedChain()
     evaluations = Evaluations()
