@@ -27,7 +27,7 @@ from ..format.records.version_records import Commit
 from ..publish.channels import ChannelWriter, Reason
 from ..store import keys
 from .gate_records import GateRecords, StoredRecord
-from .gate_rules import GatePolicy, Limit, Range, decide, judge
+from .gate_rules import GatePolicy, Limit, Range, decide, judge, silent_channels
 from .gate_traffic import CanaryTraffic, Source
 from .traffic_reader import TrafficReader
 
@@ -275,12 +275,12 @@ class Gate:
         for opinions in watch.reader.feedback():  # after `now` is known: all feedback from before it is found
             watch.traffic.add_feedback(opinions.file, opinions.stored)
         self._evaluate(watch)
-        findings, silent = [], []
+        findings, silent = [], {}
         for limit, source in zip(self._policy.limits, self._sources, strict=True):
             samples = watch.traffic.samples(source, watch.now)
             findings.append(judge(limit, samples, source.values, self._policy))
-            if samples and all(each.is_default for each in samples):
-                silent.append(limit.text)
+            if samples and (channels := silent_channels(samples)):
+                silent[limit.text] = " and ".join(channels)
         age = watch.now - watch.began
         limits = zip(self._policy.limits, self._sources, strict=True)
         may_stay_empty = [limit.text for limit, source in limits if source.may_stay_empty]

@@ -180,13 +180,27 @@ def test_defaults_alone_promote_nothing():
     record = gate.look().record
     assert record.limits[0].low > -0.05  # the numbers prove it
     assert (record.limits[0].verdict, record.outcome) == ("open", "continue")
-    assert record.why == "solved:-0.05 is not proved, because there is no feedback for it"
+    assert record.why == "solved:-0.05 is not proved, because there is too little feedback on the canary and stable"
     chain.put_feedback([Feedback(chain.new_id(), "solved", False, inference=ids[0])])  # too late to count
     assert gate.look().record.limits[0].verdict == "open"
+    chain.answer([Answered("stable", 2, True)] * 3 + [Answered("canary", 3, True)] * 2)
+    chain.pass_time(61)
+    chain.tick()
+    record = gate.look().record
+    told = "solved:-0.05 is not proved, because there is too little feedback on the canary"
+    assert (record.outcome, record.why) == ("continue", told)
     chain.answer([Answered("canary", 3, True)])
     chain.pass_time(61)
     chain.tick()
     assert gate.look().record.outcome == "promote"
+
+
+def test_a_canary_that_nobody_rates_may_be_rolled_back():
+    chain = GatedChain()
+    chain.answer([Answered("canary", 3), Answered("stable", 2, True)] * 100)
+    chain.pass_time(61)
+    chain.tick()
+    assert chain.gate().look().record.outcome == "rollback"
 
 
 JUNK = [{"metric": "other"}, {"value": "so so"}, {"value": 1.0}, {"inference": None, "episode": EPISODES(1)}, {"caller": "loud"}]
