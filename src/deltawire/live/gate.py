@@ -250,6 +250,7 @@ class Gate:
         self._forget()
         options = self._options
         self._sources = self._find_sources()
+        metrics = [source.metric for source in self._sources if source.metric is not None]
         moves = [keys.channel_key(position.channel, position.move) for position in (canary, stable)]
         began = max(self._log.store.head(move).modified.timestamp() for move in moves)
         records = GateRecords(self._log, canary, key=self._key, sleep=self._sleep)
@@ -260,7 +261,7 @@ class Gate:
             began,
             records,
             TrafficReader(self._log.store, self._log.run.id, since=began, on_event=self._on_event),
-            CanaryTraffic(canary, stable, [each.metric for each in self._sources if each.metric is not None], by_user=options.by_user),
+            CanaryTraffic(canary, stable, metrics, wait=options.wait, by_user=options.by_user),
             newest,
             began if newest is None else max(began, newest.stored),
             evaluation=None if newest is None else newest.record.evaluation,

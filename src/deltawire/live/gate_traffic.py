@@ -117,6 +117,8 @@ class CanaryTraffic:
         The current move of the other channel.
     metrics
         The metrics that are compared.
+    wait
+        Seconds that feedback may take. None, or more than the window of a metric, means its window. No source may wait longer.
     by_user
         Whether only the first answer of each user counts, because the answers of one user resemble each other.
     most_feedback
@@ -129,6 +131,7 @@ class CanaryTraffic:
         stable: ChannelPosition,
         metrics: Iterable[Metric] = (),
         *,
+        wait: float | None = None,
         by_user: bool = False,
         most_feedback: int = MOST_FEEDBACK,
     ) -> None:
@@ -137,7 +140,10 @@ class CanaryTraffic:
         self._answers: list[_Answer] = []
         self._diverted: list[_Answer] = []
         self._counts = {True: 0, False: 0}
+        self._stored: dict[str, float] = {}
+        """When each answer was stored, by its id."""
         self._metrics = {metric.name: metric for metric in metrics}
+        self._wait = wait
         self._opinions: dict[tuple[str, str], dict[str | None, dict[str, StoredFeedback]]] = {}
         """By the id of the answer or episode and the metric; then by the caller; then by the id of the feedback."""
         self._opinion_count = 0
@@ -176,6 +182,7 @@ class CanaryTraffic:
                 continue
             self._counts[is_canary] += 1
             self._answers.append(_Answer(is_canary, interaction, stored, place))
+            self._stored[interaction.id] = max(stored, self._stored.get(interaction.id, stored))
 
     def add_feedback(self, file: FeedbackFile, stored: float) -> None:
         """Add the feedback of a file. If a caller sends several with one id, the first that was stored counts.
@@ -191,6 +198,8 @@ class CanaryTraffic:
             metric = self._metrics.get(feedback.metric)
             if metric is None or metric.level != feedback.target[0] or metric.number(feedback.value) is None:
                 continue
+            if self._is_late(feedback.target[1], metric, stored):
+                continue  # otherwise it would take the place of feedback that has counted
             given = StoredFeedback(feedback, stored, (file.gateway, file.number, index))
             callers = self._opinions.get((feedback.target[1], metric.name), {})
             revisions = callers.get(feedback.caller, {})
@@ -203,6 +212,11 @@ class CanaryTraffic:
                 self._opinion_count += 1
                 self._thin(revisions)
                 self._shrink()
+
+    def _is_late(self, target: str, metric: Metric, stored: float) -> bool:
+        """Return whether feedback came after the value of its answer was final. An episode may get further answers, so its value is not."""
+        answered = self._stored.get(target) if metric.level == "inference" else None
+        return answered is not None and stored > answered + (metric.window if self._wait is None else min(self._wait, metric.window))
 
     def _thin(self, revisions: dict[str, StoredFeedback]) -> None:
         while len(revisions) > self._most_revisions:

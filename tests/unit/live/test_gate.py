@@ -235,6 +235,27 @@ def test_the_last_of_many_revisions_counts():
     assert chain.gate().look().record.limits[0].canary.mean == 1.0
 
 
+@pytest.mark.parametrize("wait", [None, 10.0])
+def test_revisions_that_come_too_late_do_not_change_a_value_that_has_counted(wait):
+    chain = GatedChain()
+    gate = chain.gate(wait=wait)
+    [name] = chain.answer([Answered("canary", 3)])
+    chain.pass_time((wait or 60) - 1)
+    chain.put_feedback([Feedback(chain.new_id(), "solved", True, inference=name)])
+    chain.pass_time(1.2)
+    for _ in range(200):  # each of them was the newest for longer than the first one
+        chain.put_feedback([Feedback(chain.new_id(), "solved", False, inference=name)])
+        chain.pass_time(2)
+    chain.tick()
+    assert gate.look().record.limits[0].canary.count == 1
+    for _ in range(200):
+        chain.put_feedback([Feedback(chain.new_id(), "solved", False, inference=name, revision=1)])
+        chain.pass_time(2)
+    chain.tick()
+    found = gate.look().record.limits[0].canary
+    assert (found.count, found.mean) == (1, 1.0)
+
+
 def test_only_answers_of_the_versions_and_channels_at_hand_count():
     chain = GatedChain()
     chain.answer([Answered("canary", 2, True), Answered("stable", 3, True), Answered("beta", 3, True), Answered(None, 2, True)])
