@@ -10,6 +10,7 @@ Feedback for metrics that the gate does not compare, or with values that they ca
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -29,7 +30,10 @@ FACTS = {LENGTH: Range(0.0, 2048.0), REFUSAL: Range(0.0, 1.0), BAD_TOOL_CALLS: R
 MOST_ANSWERS = 200_000
 """The most answers of one canary, and as many of stable, that are kept. Later ones do not count."""
 MOST_FEEDBACK = 1_000_000
-"""The most feedback that is kept. Above that, revisions are dropped where there are most; then only further revisions count."""
+"""The most feedback that is kept. Above that, revisions are dropped where there are most."""
+_GREED = 8
+"""A caller may rate further answers while it has rated less than this multiple of what may still be rated. So one caller alone gets 8/9 of
+the room, and leaves some to each further one. Nothing is dropped to make room later, because values that have counted must stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +126,7 @@ class CanaryTraffic:
     by_user
         Whether only the first answer of each user counts, because the answers of one user resemble each other.
     most_feedback
-        The most feedback that is kept.
+        The most feedback that is kept. No caller may take more than 8/9 of it.
     """
 
     def __init__(
@@ -147,6 +151,8 @@ class CanaryTraffic:
         self._opinions: dict[tuple[str, str], dict[str | None, dict[str, StoredFeedback]]] = {}
         """By the id of the answer or episode and the metric; then by the caller; then by the id of the feedback."""
         self._opinion_count = 0
+        self._rated: Counter[str | None] = Counter()
+        """How many pairs of an answer or episode and a metric each caller has given feedback for."""
         self._most_feedback, self._most_revisions = most_feedback, MOST_REVISIONS
 
     @property
@@ -206,7 +212,8 @@ class CanaryTraffic:
             before = revisions.get(feedback.id)
             if before is not None:
                 revisions[feedback.id] = min(before, given, key=lambda one: one.order)
-            elif revisions or self._opinion_count < self._most_feedback:
+            elif revisions or self._may_rate(feedback.caller):
+                self._rated[feedback.caller] += not revisions
                 revisions[feedback.id] = given
                 self._opinions.setdefault((feedback.target[1], metric.name), callers)[feedback.caller] = revisions
                 self._opinion_count += 1
@@ -217,6 +224,10 @@ class CanaryTraffic:
         """Return whether feedback came after the value of its answer was final. An episode may get further answers, so its value is not."""
         answered = self._stored.get(target) if metric.level == "inference" else None
         return answered is not None and stored > answered + (metric.window if self._wait is None else min(self._wait, metric.window))
+
+    def _may_rate(self, caller: str | None) -> bool:
+        """Return whether there is room for the feedback of a caller on a further answer."""
+        return self._rated[caller] < _GREED * (self._most_feedback - self._rated.total())
 
     def _thin(self, revisions: dict[str, StoredFeedback]) -> None:
         while len(revisions) > self._most_revisions:

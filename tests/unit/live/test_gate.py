@@ -210,7 +210,7 @@ JUNK = [{"metric": "other"}, {"value": "so so"}, {"value": 1.0}, {"inference": N
 def test_a_flood_of_feedback_takes_nobodys_place(junk):
     chain = GatedChain()
     position = ChannelPosition("canary", 0, chain.chain.reader("canary").newest().target)
-    traffic = CanaryTraffic(position, dataclasses.replace(position, channel="stable"), [SOLVED], most_feedback=100)
+    traffic = CanaryTraffic(position, dataclasses.replace(position, channel="stable"), [SOLVED], most_feedback=110)
     about = {"metric": "solved", "value": True, "inference": chain.new_id(), **junk}
     flood = [Feedback(chain.new_id(), **about) for _ in range(1000)]
     ids = [chain.new_id() for _ in range(90)]
@@ -222,6 +222,23 @@ def test_a_flood_of_feedback_takes_nobodys_place(junk):
     traffic.add_interactions(Interactions.parse(chain.store.get(stored.key, limit=1 << 20)), 3.0)
     samples = traffic.samples(Source.find("solved", [SOLVED]), 100.0)
     assert [sample.value for sample in samples] == [1.0] * 90
+
+
+def test_a_caller_that_rates_too_many_answers_leaves_room_for_others():
+    chain = GatedChain()
+    position = ChannelPosition("canary", 0, chain.chain.reader("canary").newest().target)
+    traffic = CanaryTraffic(position, dataclasses.replace(position, channel="stable"), [SOLVED], most_feedback=900)
+    ids = {"loud": [chain.new_id() for _ in range(2000)], "quiet": [chain.new_id() for _ in range(50)]}
+    answers = [(name, caller) for caller, names in ids.items() for name in names]
+    chain.put_interactions([Answered("canary", 3, caller=caller) for _, caller in answers], [name for name, _ in answers])
+    [stored] = chain.store.list("live/interactions/")
+    traffic.add_interactions(Interactions.parse(chain.store.get(stored.key, limit=1 << 22)), 0.0)
+    for number, caller in enumerate(["loud", "loud", "quiet"]):
+        told = tuple(Feedback(chain.new_id(), "solved", True, inference=name, caller=caller) for name in ids[caller])
+        traffic.add_feedback(FeedbackFile(chain.run, chain.session, number, told), 1.0 + number)
+    values = [sample.value for sample in traffic.samples(Source.find("solved", [SOLVED]), 100.0)]
+    assert sum(values[:2000]) == 800
+    assert values[2000:] == [1.0] * 50
 
 
 def test_the_last_of_many_revisions_counts():
