@@ -44,6 +44,7 @@ class Answered:
     episode: str | None = None
     caller: str | None = None
     diverted_from: str | None = None
+    choice: int = 0
 
 
 class GatedChain:
@@ -138,7 +139,7 @@ class GatedChain:
                 1.0,
                 each.facts,
                 each.episode,
-                0,
+                each.choice,
                 each.user,
                 each.channel,
                 each.caller,

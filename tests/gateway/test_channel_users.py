@@ -16,6 +16,7 @@ from deltawire.chain.channels import channel_of
 from deltawire.chain.reader_options import ReaderOptions
 from deltawire.format.interactions import Interaction
 from deltawire.format.records.channel_records import ChannelMove
+from deltawire.gateway import proxy
 from deltawire.publish.channels import ChannelWriter
 from deltawire.store import Store
 
@@ -90,6 +91,23 @@ def test_an_answer_of_another_channel_names_the_channel_of_its_user(policy: Tiny
         away, other = scene.chat(headers=APP, user=ann), scene.chat(headers=APP, user=bob)
         found = [(one.channel, one.diverted_from) for one in recorded(scene, before, failed, away, other)]
         assert found == [("canary", None), ("stable", "canary"), ("stable", "canary"), ("stable", None)]
+
+
+def test_a_request_that_the_own_channel_refuses_is_tried_there_again_before_another_channel_answers(
+    policy: TinyPolicy, store: Store, tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy, "_FIRST_PAUSE", 0.0)
+    with two_channels(policy, store, tmp_path, keys=keys) as (_, canary, scene, move):
+        ann = name_of(move, "canary")
+        for script in ([503], [429, 502, 503, 504, 429]):
+            canary.script = [*script]
+            assert scene.chat(headers=APP, user=ann)[2]["x-deltawire-channel"] == "canary"
+            assert not canary.script
+        canary.script = [503] * 10
+        before = len(canary.asked)
+        diverted = scene.chat(headers=APP, user=ann)
+        assert len(canary.asked) == before + 1 + proxy._OWN_TRIES
+        assert [(one.channel, one.diverted_from) for one in recorded(scene, diverted)] == [("stable", "canary")]
 
 
 def test_an_answer_with_status_500_keeps_no_engine_from_other_requests(policy: TinyPolicy, store: Store, tmp_path: Path) -> None:

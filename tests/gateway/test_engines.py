@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tiny_policy import TinyPolicy
 
 from deltawire.chain.channels import channel_of
 from deltawire.chain.reader_options import ReaderOptions
+from deltawire.gateway import proxy
 from deltawire.publish.channels import ChannelWriter
 from deltawire.rl.serving.openai_server import serve_openai
 from deltawire.store import Store
@@ -50,6 +52,23 @@ def test_a_request_that_an_engine_refuses_is_answered_later(
         scene.wait_for(headers["x-deltawire-inference-id"])
         assert len(engine.asked) == len(script) + 1
         assert len(scene.ids()) == 1
+
+
+def test_a_request_that_is_refused_again_and_again_is_tried_ever_less_often(
+    policy: TinyPolicy, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(proxy, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(proxy, "time", SimpleNamespace(perf_counter=lambda: sum(pauses)))
+    with scripted(str(policy.first.seq)) as (engine, url), gateway(store, tmp_path, url, patience=4.0) as scene:
+        engine.script = [503] * 100
+        assert scene.chat()[0] == 503  # the answer of the engine itself
+        assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
+        assert len(engine.asked) == 9
 
 
 def test_a_request_that_loses_three_engines_gets_a_named_error(policy: TinyPolicy, store: Store, tmp_path: Path) -> None:

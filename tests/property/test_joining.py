@@ -212,6 +212,38 @@ def test_only_the_caller_that_sends_too_much_loses_feedback(others_are_first: bo
     assert all(table.given_to(_waiting(ID(number), "loud")) for number in range(1, 11))
 
 
+@pytest.mark.parametrize("revisions", [1, 3])
+def test_a_caller_that_rates_too_many_answers_loses_its_own_feedback(revisions: int) -> None:
+    metrics = [Metric(f"metric{number}", window=1000) for number in range(8)]
+    table = JoinTable(metrics, most_feedback=1000)
+    for number in range(400):
+        caller = "quiet" if number < 100 else "loud"
+        item = LiveItem("gw.0", 0, number)
+        table.add_interaction(Pending(item, "k", ID(number), 0, 0.0, (0, 0), 1, 1, caller=caller))
+    quiet = [thumbs(number, 1.0, metric="metric0", inference=ID(number), caller="quiet") for number in range(100)]
+    quiet += [thumbs(100 + number, 1.0 + number, metric="metric1", inference=ID(0), caller="quiet") for number in range(20)]
+    loud = [
+        thumbs(1000 + number, 2.0 + number, metric=f"metric{number % 8}", inference=ID(100 + number // 8 % 300), caller="loud")
+        for number in range(2400 * revisions)
+    ]
+    for one in [*quiet, *loud]:
+        table.add_feedback(one)
+    table.ripe(3.0)
+    kept = {one.feedback.id for number in range(400) for one in table.given_to(_waiting(ID(number), ""))}
+    assert {one.feedback.id for one in quiet} <= kept  # also the revisions, although the other caller has as many
+    assert table.feedback == len(kept) == 1000
+    newest = loud[-880:]
+    assert {one.feedback.id for one in newest} <= kept
+
+
+def test_callers_that_are_equal_lose_the_oldest_feedback() -> None:
+    table = JoinTable(METRICS, most_feedback=5)
+    for number in range(20):
+        table.add_feedback(thumbs(number, float(number), inference=ID(number), caller=f"caller{number % 10}"))
+    table.ripe(0.0)
+    assert [number for number in range(20) if table.given_to(_waiting(ID(number), ""))] == list(range(15, 20))
+
+
 def _waiting(name: str, caller: str) -> Pending:
     return Pending(LiveItem("gw.0", 0, 0), "k", name, 0, 0.0, (0, 0), 1, 1, caller=caller)
 

@@ -151,7 +151,9 @@ class EnginePool:
         """The number of engines that answer and whose channel exists."""
         return sum(engine.up and self._channels.exists(engine.address.channel) for engine in self.engines)
 
-    async def take(self, channel: str | None, avoided: PooledEngine | None = None, *, most: float | None = None) -> PooledEngine:
+    async def take(
+        self, channel: str | None, avoided: PooledEngine | None = None, *, stays: bool = False, most: float | None = None
+    ) -> PooledEngine:
         """Return an engine for a request of this channel, and count the request. Raises `EnginesAway` if none can answer in time.
 
         If no engine of the channel can answer, one of the main channel does.
@@ -162,12 +164,17 @@ class EnginePool:
             The channel.
         avoided
             An engine that is used only if there is no other.
+        stays
+            Whether the avoided engine is used before one of the main channel.
         most
             Wait at most this many seconds, and never longer than `patience`.
         """
         patience = self._patience if most is None else min(most, self._patience)
         deadline = asyncio.get_running_loop().time() + patience
-        while (found := self._best(channel, avoided) or self._best(self.main, avoided)) is None:
+        while True:
+            found = self._best(channel, avoided) or (self._best(channel, None) if stays else None) or self._best(self.main, avoided)
+            if found is not None:
+                break
             avoided = None  # it may be the only one
             changed = self._changed
             if (found := self._best(channel, None) or self._best(self.main, None)) is not None:

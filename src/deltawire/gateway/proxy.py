@@ -30,6 +30,10 @@ _MOST_LOSSES = 3
 """A request that was being answered by this many engines when they failed or were lost may itself be the reason."""
 _REFUSALS = (429, 502, 503, 504)
 """An engine that answers so cannot answer now."""
+_OWN_TRIES = 5
+"""A request that was refused is tried again this many times on its own channel before an engine of another one may answer it."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+"""The seconds between attempts that are refused. Each pause is twice as long as the one before."""
 _ENDS = (b"data: [DONE]", b"event: response.completed", b"event: response.incomplete")
 """One of these is in the last event of a stream."""
 _PASSED_ON = ("accept", "traceparent", "tracestate", "x-session-id")
@@ -67,9 +71,10 @@ class Proxy:
         """Answer a request. Raises a `GatewayError` if nothing was sent to the caller."""
         start = time.perf_counter()
         asked.channel = self._channels.channel_of(asked.user or asked.episode or asked.id)
-        avoided, losses = None, 0
+        avoided, losses, refusals, pause = None, 0, 0, _FIRST_PAUSE
         while True:
-            engine = await self._pool.take(asked.channel, avoided)
+            engine = await self._pool.take(asked.channel, avoided, stays=0 < refusals <= _OWN_TRIES)
+            is_refused = False
             try:
                 is_last = losses >= _MOST_LOSSES - 1 or time.perf_counter() - start > self._patience
                 if await self._attempt(engine, asked, raw, headers, send, is_last=is_last):
@@ -83,7 +88,7 @@ class Proxy:
                         seconds=time.perf_counter() - start,
                     )
                     return
-                await asyncio.sleep(0.05)  # it refuses at present, and others may too
+                is_refused = True
             except _Failed:
                 losses += 1  # the request may be the reason, so the engine gets others
             except NoAnswer as lost:
@@ -94,6 +99,9 @@ class Proxy:
             finally:
                 self._pool.give_back(engine)
             avoided = engine
+            if is_refused:  # others may refuse, too
+                await asyncio.sleep(pause)
+                refusals, pause = refusals + 1, min(2 * pause, _LONGEST_PAUSE)
 
     async def _attempt(self, engine: PooledEngine, asked: AskedFor, raw: bytes, headers: Headers, send: Send, *, is_last: bool) -> bool:
         """Try one engine. Returns False if it refuses at present. Raises `_Failed`, and `NoAnswer` if it does not answer."""

@@ -28,7 +28,7 @@ from ..format.records.version_records import Commit
 from ..publish.channels import ChannelWriter, Reason
 from ..store import keys
 from .gate_records import GateRecords, StoredRecord
-from .gate_rules import GatePolicy, Limit, Range, decide, judge
+from .gate_rules import GatePolicy, Limit, Range, decide, judge, silent_channels
 from .gate_traffic import CanaryTraffic, Source
 from .traffic_reader import TrafficReader
 
@@ -257,6 +257,7 @@ class Gate:
         self._forget()
         options = self._options
         self._sources = self._find_sources()
+        metrics = [source.metric for source in self._sources if source.metric is not None]
         moves = [keys.channel_key(position.channel, position.move) for position in (canary, stable)]
         began = max(self._log.store.head(move).modified.timestamp() for move in moves)
         records = GateRecords(self._log, canary, key=self._key, sleep=self._sleep)
@@ -267,7 +268,7 @@ class Gate:
             began,
             records,
             TrafficReader(self._log.store, self._log.run.id, since=began, on_event=self._on_event),
-            CanaryTraffic(canary, stable, [each.metric for each in self._sources if each.metric is not None], by_user=options.by_user),
+            CanaryTraffic(canary, stable, metrics, wait=options.wait, by_user=options.by_user),
             newest,
             began if newest is None else max(began, newest.stored),
             evaluation=None if newest is None else self._usable(newest.record.evaluation),
@@ -288,14 +289,17 @@ class Gate:
         for opinions in watch.reader.feedback():  # after `now` is known: all feedback from before it is found
             watch.traffic.add_feedback(opinions.file, opinions.stored)
         self._evaluate(watch)
-        findings, silent = [], []
+        findings, silent = [], {}
         for limit, source in zip(self._policy.limits, self._sources, strict=True):
             samples = watch.traffic.samples(source, watch.now)
             findings.append(judge(limit, samples, source.values, self._policy))
-            if samples and all(each.is_default for each in samples):
-                silent.append(limit.text)
+            if samples and (channels := silent_channels(samples)):
+                silent[limit.text] = " and ".join(channels)
         age = watch.now - watch.began
-        decision = decide(self._policy, findings, watch.evaluation, watch.traffic.canary_answers, age, silent=silent)
+        limits = zip(self._policy.limits, self._sources, strict=True)
+        may_stay_empty = [limit.text for limit, source in limits if source.may_stay_empty]
+        given = watch.traffic.canary_answers
+        decision = decide(self._policy, findings, watch.evaluation, given, age, silent=silent, may_stay_empty=may_stay_empty)
         return GateRecord(
             id=self._log.run.id,
             number=0 if watch.newest is None else watch.newest.record.number + 1,
@@ -304,7 +308,7 @@ class Gate:
             outcome=decision.outcome,
             why=decision.why[:MOST_TEXT],
             alpha=self._policy.alpha,
-            answers=watch.traffic.canary_answers,
+            answers=given,
             age=int(age * 1000),
             evaluation=watch.evaluation,
             limits=tuple(findings),

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,9 @@ from ..format.records.gate_records import MOST_LIMITS, EvaluationResult, GroupMe
 from .sequential_test import Group, Sample, confidence_interval, make_blocks
 
 Outcome = Literal["promote", "rollback", "continue"]
+
+LEAST_FEEDBACK = 3
+"""A limit of a metric with a default holds only if this many answers of each channel have feedback."""
 
 _NUMBER = r"[0-9]{1,9}(?:\.[0-9]{1,9})?"
 _LIMIT = re.compile(rf"(.{{1,100}}?)(?::([+-])({_NUMBER})(%?))?")
@@ -125,7 +129,8 @@ class GatePolicy:
     alpha
         The largest allowed probability of a wrong promotion, and of a wrong rollback because of a limit.
     min_answers
-        No limit is judged before the canary has given this many answers that count. If there is a limit, nothing is promoted before either.
+        No limit is judged before the canary has given this many answers that count. Nothing is promoted before each limit, also a monitor,
+        has this many values of each channel. Only limits that may stay empty need none.
     min_seconds
         A canary is not promoted before it has been on its channel for this many seconds.
     max_seconds
@@ -166,7 +171,9 @@ class Decision:
 
 
 def judge(limit: Limit, samples: Sequence[Sample], values: Range, policy: GatePolicy) -> LimitFinding:
-    """Judge one limit. It is open as long as every value is the default of the metric: nobody has said anything about either group.
+    """Judge one limit.
+
+    It is open as long as every value is the default of the metric. It does not hold either while one of the channels is silent.
 
     Parameters
     ----------
@@ -191,11 +198,28 @@ def judge(limit: Limit, samples: Sequence[Sample], values: Range, policy: GatePo
         holds, broken, low, high = proof.high < limit.offset, disproof.low > limit.offset, disproof.low, proof.high
     else:
         holds, broken, low, high = proof.low > limit.offset, disproof.high < limit.offset, proof.low, disproof.high
-    is_silent = all(each.is_default for each in samples)
-    is_early = blocks.canary.count < policy.min_answers
-    verdict = "open" if is_early or is_silent else "holds" if holds else "broken" if broken else "open"
+    if blocks.canary.count < policy.min_answers or all(each.is_default for each in samples):
+        verdict = "open"
+    else:
+        verdict = "holds" if holds and not silent_channels(samples) else "broken" if broken else "open"
     canary, stable = _mean(blocks.canary), _mean(blocks.stable)
     return LimitFinding(limit.text, limit.must_hold, canary, stable, len(blocks.differences), low, high, verdict)
+
+
+def silent_channels(samples: Sequence[Sample]) -> list[str]:
+    """Return which of "the canary" and "stable" have defaults and hardly any feedback, so that defaults would prove a limit.
+
+    Parameters
+    ----------
+    samples
+        The answers of both groups.
+    """
+    found = Counter((each.is_canary, each.is_default) for each in samples)
+    return [
+        name
+        for name, is_canary in (("the canary", True), ("stable", False))
+        if found[is_canary, True] and found[is_canary, False] < LEAST_FEEDBACK
+    ]
 
 
 def _mean(group: Group) -> GroupMean:
@@ -209,7 +233,8 @@ def decide(
     canary_answers: int,
     age: float,
     *,
-    silent: Collection[str] = (),
+    silent: Mapping[str, str] | None = None,
+    may_stay_empty: Collection[str] = (),
 ) -> Decision:
     """Decide what happens to a canary.
 
@@ -226,7 +251,9 @@ def decide(
     age
         Seconds since the canary began to serve.
     silent
-        The limits for whose metrics there was no feedback at all, as text.
+        For the limits, as text, whose metrics have too little feedback: the channels that lack it. None means no limit.
+    may_stay_empty
+        The limits whose metric may have no values, as text. No promotion waits for their values.
     """
     if policy.evaluate and evaluation is not None:
         if evaluation.passed is False:
@@ -236,7 +263,7 @@ def decide(
     broken = [finding for finding in findings if finding.verdict == "broken"]
     if broken:
         return Decision("rollback", "; ".join(_describe(finding) for finding in broken))
-    missing = _missing(policy, findings, evaluation, canary_answers, age, silent)
+    missing = _missing(policy, findings, evaluation, canary_answers, age, silent or {}, may_stay_empty)
     if not missing:
         proofs = [_describe(finding) for finding in findings if finding.verdict == "holds"]
         if policy.evaluate and evaluation is not None:
@@ -253,7 +280,8 @@ def _missing(
     evaluation: EvaluationResult | None,
     canary_answers: int,
     age: float,
-    silent: Collection[str],
+    silent: Mapping[str, str],
+    may_stay_empty: Collection[str],
 ) -> str:
     """Return what a promotion still needs, or an empty text."""
     needs = []
@@ -261,12 +289,23 @@ def _missing(
         needs.append("the evaluation has not passed yet")
     for finding in findings:
         if finding.must_hold and finding.verdict == "open":
-            needs.append(f"{finding.limit} is not proved{', because there is no feedback for it' if finding.limit in silent else ''}")
+            because = f", because there is too little feedback on {silent[finding.limit]}" if finding.limit in silent else ""
+            needs.append(f"{finding.limit} is not proved{because}")
     if findings and canary_answers < policy.min_answers:  # even if all limits are monitors, which would see no answers
         needs.append(f"the canary has given {canary_answers} of {policy.min_answers} answers")
+    else:
+        judged = [finding for finding in findings if finding.limit not in may_stay_empty]
+        needs += [few for finding in judged if (few := _too_few(finding, policy.min_answers))]
     if age < policy.min_seconds:
         needs.append(f"it is {age:.0f} of {policy.min_seconds:.0f} seconds old")
     return "; ".join(needs)
+
+
+def _too_few(finding: LimitFinding, least: int) -> str:
+    """Say that a limit has too few values of a channel. Return an empty text if it has enough."""
+    canary, stable = finding.canary.count, finding.stable.count
+    enough = min(canary, stable) >= least
+    return "" if enough else f"{finding.limit} needs {least} answers of each channel, and has {canary} of the canary and {stable} of stable"
 
 
 def _describe(finding: LimitFinding) -> str:

@@ -3,11 +3,14 @@
 An answer counts for a metric once the metric's window is over for it, and only with the feedback that was stored within the window. If an
 answer counted as soon as its feedback came, answers with quick feedback would count more. So no value ever changes after it has counted.
 
+A request counts once, as its first completion, because its completions resemble each other.
+
 Feedback for metrics that the gate does not compare, or with values that they cannot have, takes no place.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -27,7 +30,10 @@ FACTS = {LENGTH: Range(0.0, 2048.0), REFUSAL: Range(0.0, 1.0), BAD_TOOL_CALLS: R
 MOST_ANSWERS = 200_000
 """The most answers of one canary, and as many of stable, that are kept. Later ones do not count."""
 MOST_FEEDBACK = 1_000_000
-"""The most feedback that is kept. Above that, revisions are dropped where there are most; then only further revisions count."""
+"""The most feedback that is kept. Above that, revisions are dropped where there are most."""
+_GREED = 8
+"""A caller may rate further answers while it has rated less than this multiple of what may still be rated. So one caller alone gets 8/9 of
+the room, and leaves some to each further one. Nothing is dropped to make room later, because values that have counted must stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,11 @@ class Source:
     values: Range
     metric: Metric | None = None
     wait: float = 0.0
+
+    @property
+    def may_stay_empty(self) -> bool:
+        """Whether there may be channels whose answers never have a value, such as those without tool calls."""
+        return self.metric is None and self.name == BAD_TOOL_CALLS
 
     @classmethod
     def find(cls, name: str, metrics: Iterable[Metric], *, values: Range | None = None, wait: float | None = None) -> Source:
@@ -81,7 +92,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """One completion that counts, in the order of the store."""
+    """The first completion of a request that counts, in the order of the store."""
 
     is_canary: bool
     interaction: Interaction
@@ -110,10 +121,12 @@ class CanaryTraffic:
         The current move of the other channel.
     metrics
         The metrics that are compared.
+    wait
+        Seconds that feedback may take. None, or more than the window of a metric, means its window. No source may wait longer.
     by_user
         Whether only the first answer of each user counts, because the answers of one user resemble each other.
     most_feedback
-        The most feedback that is kept.
+        The most feedback that is kept. No caller may take more than 8/9 of it.
     """
 
     def __init__(
@@ -122,6 +135,7 @@ class CanaryTraffic:
         stable: ChannelPosition,
         metrics: Iterable[Metric] = (),
         *,
+        wait: float | None = None,
         by_user: bool = False,
         most_feedback: int = MOST_FEEDBACK,
     ) -> None:
@@ -130,15 +144,20 @@ class CanaryTraffic:
         self._answers: list[_Answer] = []
         self._diverted: list[_Answer] = []
         self._counts = {True: 0, False: 0}
+        self._stored: dict[str, float] = {}
+        """When each answer was stored, by its id."""
         self._metrics = {metric.name: metric for metric in metrics}
+        self._wait = wait
         self._opinions: dict[tuple[str, str], dict[str | None, dict[str, StoredFeedback]]] = {}
         """By the id of the answer or episode and the metric; then by the caller; then by the id of the feedback."""
         self._opinion_count = 0
+        self._rated: Counter[str | None] = Counter()
+        """How many pairs of an answer or episode and a metric each caller has given feedback for."""
         self._most_feedback, self._most_revisions = most_feedback, MOST_REVISIONS
 
     @property
     def canary_answers(self) -> int:
-        """The number of answers of the canary."""
+        """The number of answers of the canary, one for each request."""
         return self._counts[True]
 
     def add_interactions(self, file: Interactions, stored: float) -> None:
@@ -152,6 +171,8 @@ class CanaryTraffic:
             The store's time of the file, in seconds.
         """
         for index, (interaction, completion) in enumerate(zip(file.interactions, file.rollouts.completions, strict=True)):
+            if interaction.choice != 0:
+                continue
             diverted_from = interaction.diverted_from
             is_canary, position = self._groups.get(diverted_from or interaction.channel or "", (False, None))
             if position is None or self._counts[is_canary] >= MOST_ANSWERS:
@@ -167,6 +188,7 @@ class CanaryTraffic:
                 continue
             self._counts[is_canary] += 1
             self._answers.append(_Answer(is_canary, interaction, stored, place))
+            self._stored[interaction.id] = max(stored, self._stored.get(interaction.id, stored))
 
     def add_feedback(self, file: FeedbackFile, stored: float) -> None:
         """Add the feedback of a file. If a caller sends several with one id, the first that was stored counts.
@@ -182,18 +204,30 @@ class CanaryTraffic:
             metric = self._metrics.get(feedback.metric)
             if metric is None or metric.level != feedback.target[0] or metric.number(feedback.value) is None:
                 continue
+            if self._is_late(feedback.target[1], metric, stored):
+                continue  # otherwise it would take the place of feedback that has counted
             given = StoredFeedback(feedback, stored, (file.gateway, file.number, index))
             callers = self._opinions.get((feedback.target[1], metric.name), {})
             revisions = callers.get(feedback.caller, {})
             before = revisions.get(feedback.id)
             if before is not None:
                 revisions[feedback.id] = min(before, given, key=lambda one: one.order)
-            elif revisions or self._opinion_count < self._most_feedback:
+            elif revisions or self._may_rate(feedback.caller):
+                self._rated[feedback.caller] += not revisions
                 revisions[feedback.id] = given
                 self._opinions.setdefault((feedback.target[1], metric.name), callers)[feedback.caller] = revisions
                 self._opinion_count += 1
                 self._thin(revisions)
                 self._shrink()
+
+    def _is_late(self, target: str, metric: Metric, stored: float) -> bool:
+        """Return whether feedback came after the value of its answer was final. An episode may get further answers, so its value is not."""
+        answered = self._stored.get(target) if metric.level == "inference" else None
+        return answered is not None and stored > answered + (metric.window if self._wait is None else min(self._wait, metric.window))
+
+    def _may_rate(self, caller: str | None) -> bool:
+        """Return whether there is room for the feedback of a caller on a further answer."""
+        return self._rated[caller] < _GREED * (self._most_feedback - self._rated.total())
 
     def _thin(self, revisions: dict[str, StoredFeedback]) -> None:
         while len(revisions) > self._most_revisions:
@@ -241,7 +275,7 @@ class CanaryTraffic:
         elif source.metric is None:
             yield from ((answer, answer.stored) for answer in self._answers)
         elif source.metric.level == "inference":
-            yield from ((answer, answer.stored + source.wait) for answer in self._answers if answer.interaction.choice == 0)
+            yield from ((answer, answer.stored + source.wait) for answer in self._answers)
         else:
             episodes: dict[tuple[str | None, str], tuple[_Answer, float]] = {}
             for answer in self._answers:
@@ -253,12 +287,11 @@ class CanaryTraffic:
 
     def _requests(self) -> Iterator[_Answer]:
         """Yield one answer to each request, also diverted ones: those that came after an answer of the user's own channel."""
-        own = [answer for answer in self._answers if answer.interaction.choice == 0]
-        first = {group: min((each.order for each in own if each.is_canary is group), default=None) for group in (True, False)}
-        yield from own
+        first = {group: min((each.order for each in self._answers if each.is_canary is group), default=None) for group in (True, False)}
+        yield from self._answers
         for answer in self._diverted:
             begun = first[answer.is_canary]
-            if answer.interaction.choice == 0 and begun is not None and answer.order > begun:
+            if begun is not None and answer.order > begun:
                 yield answer
 
     def _sample(self, answer: _Answer, source: Source, settled: float) -> Sample | None:

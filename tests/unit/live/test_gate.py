@@ -209,13 +209,27 @@ def test_defaults_alone_promote_nothing():
     record = gate.look().record
     assert record.limits[0].low > -0.05  # the numbers prove it
     assert (record.limits[0].verdict, record.outcome) == ("open", "continue")
-    assert record.why == "solved:-0.05 is not proved, because there is no feedback for it"
+    assert record.why == "solved:-0.05 is not proved, because there is too little feedback on the canary and stable"
     chain.put_feedback([Feedback(chain.new_id(), "solved", False, inference=ids[0])])  # too late to count
     assert gate.look().record.limits[0].verdict == "open"
+    chain.answer([Answered("stable", 2, True)] * 3 + [Answered("canary", 3, True)] * 2)
+    chain.pass_time(61)
+    chain.tick()
+    record = gate.look().record
+    told = "solved:-0.05 is not proved, because there is too little feedback on the canary"
+    assert (record.outcome, record.why) == ("continue", told)
     chain.answer([Answered("canary", 3, True)])
     chain.pass_time(61)
     chain.tick()
     assert gate.look().record.outcome == "promote"
+
+
+def test_a_canary_that_nobody_rates_may_be_rolled_back():
+    chain = GatedChain()
+    chain.answer([Answered("canary", 3), Answered("stable", 2, True)] * 100)
+    chain.pass_time(61)
+    chain.tick()
+    assert chain.gate().look().record.outcome == "rollback"
 
 
 JUNK = [{"metric": "other"}, {"value": "so so"}, {"value": 1.0}, {"inference": None, "episode": EPISODES(1)}, {"caller": "loud"}]
@@ -225,7 +239,7 @@ JUNK = [{"metric": "other"}, {"value": "so so"}, {"value": 1.0}, {"inference": N
 def test_a_flood_of_feedback_takes_nobodys_place(junk):
     chain = GatedChain()
     position = ChannelPosition("canary", 0, chain.chain.reader("canary").newest().target)
-    traffic = CanaryTraffic(position, dataclasses.replace(position, channel="stable"), [SOLVED], most_feedback=100)
+    traffic = CanaryTraffic(position, dataclasses.replace(position, channel="stable"), [SOLVED], most_feedback=110)
     about = {"metric": "solved", "value": True, "inference": chain.new_id(), **junk}
     flood = [Feedback(chain.new_id(), **about) for _ in range(1000)]
     ids = [chain.new_id() for _ in range(90)]
@@ -239,6 +253,23 @@ def test_a_flood_of_feedback_takes_nobodys_place(junk):
     assert [sample.value for sample in samples] == [1.0] * 90
 
 
+def test_a_caller_that_rates_too_many_answers_leaves_room_for_others():
+    chain = GatedChain()
+    position = ChannelPosition("canary", 0, chain.chain.reader("canary").newest().target)
+    traffic = CanaryTraffic(position, dataclasses.replace(position, channel="stable"), [SOLVED], most_feedback=900)
+    ids = {"loud": [chain.new_id() for _ in range(2000)], "quiet": [chain.new_id() for _ in range(50)]}
+    answers = [(name, caller) for caller, names in ids.items() for name in names]
+    chain.put_interactions([Answered("canary", 3, caller=caller) for _, caller in answers], [name for name, _ in answers])
+    [stored] = chain.store.list("live/interactions/")
+    traffic.add_interactions(Interactions.parse(chain.store.get(stored.key, limit=1 << 22)), 0.0)
+    for number, caller in enumerate(["loud", "loud", "quiet"]):
+        told = tuple(Feedback(chain.new_id(), "solved", True, inference=name, caller=caller) for name in ids[caller])
+        traffic.add_feedback(FeedbackFile(chain.run, chain.session, number, told), 1.0 + number)
+    values = [sample.value for sample in traffic.samples(Source.find("solved", [SOLVED]), 100.0)]
+    assert sum(values[:2000]) == 800
+    assert values[2000:] == [1.0] * 50
+
+
 def test_the_last_of_many_revisions_counts():
     chain = GatedChain()
     [name] = chain.answer([Answered("canary", 3)])
@@ -248,6 +279,27 @@ def test_the_last_of_many_revisions_counts():
     chain.pass_time(61)
     chain.tick()
     assert chain.gate().look().record.limits[0].canary.mean == 1.0
+
+
+@pytest.mark.parametrize("wait", [None, 10.0])
+def test_revisions_that_come_too_late_do_not_change_a_value_that_has_counted(wait):
+    chain = GatedChain()
+    gate = chain.gate(wait=wait)
+    [name] = chain.answer([Answered("canary", 3)])
+    chain.pass_time((wait or 60) - 1)
+    chain.put_feedback([Feedback(chain.new_id(), "solved", True, inference=name)])
+    chain.pass_time(1.2)
+    for _ in range(200):  # each of them was the newest for longer than the first one
+        chain.put_feedback([Feedback(chain.new_id(), "solved", False, inference=name)])
+        chain.pass_time(2)
+    chain.tick()
+    assert gate.look().record.limits[0].canary.count == 1
+    for _ in range(200):
+        chain.put_feedback([Feedback(chain.new_id(), "solved", False, inference=name, revision=1)])
+        chain.pass_time(2)
+    chain.tick()
+    found = gate.look().record.limits[0].canary
+    assert (found.count, found.mean) == (1, 1.0)
 
 
 def test_only_answers_of_the_versions_and_channels_at_hand_count():
@@ -379,6 +431,41 @@ def test_requests_that_are_diverted_before_a_canary_begins_do_not_count():
     record = chain.gate(DIVERTED).look().record
     assert (record.limits[1].canary.count, record.limits[1].stable.count) == (301, 600)
     assert record.outcome == "promote"
+
+
+@pytest.mark.parametrize("monitor", ["length:+20%", "diverted:+0.05", "refusal:+0.1", "bad_tool_calls:+0.1", "solved:-0.1"])
+def test_a_request_with_many_completions_is_one_answer(monitor):
+    evaluations = Evaluations()
+    evaluations.result = EvaluationResult(True, 1, "the command exited with code 0")
+    policy = GatePolicy((Limit.parse(monitor, must_hold=False),), evaluate=True, min_answers=100)
+    chain = GatedChain()
+    gate = chain.gate(policy, evaluator=evaluations)
+    gate.look()
+    name = chain.new_id()
+    tools = AnswerFacts(3, tool_calls=1)
+    chain.put_interactions([Answered("canary", 3, facts=tools, choice=choice) for choice in range(128)], [name] * 128)
+    chain.answer([Answered("stable", 2, facts=tools)] * 100)
+    chain.pass_time(61)
+    chain.tick()
+    record = gate.look().record
+    assert (record.answers, record.limits[0].canary.count, record.limits[0].stable.count) == (1, 1, 100)
+    assert (record.outcome, record.why) == ("continue", "the canary has given 1 of 100 answers")
+    chain.answer([Answered("canary", 3)] * 99)  # without tool calls, which no promotion waits for
+    chain.pass_time(61)
+    chain.tick()
+    assert gate.look().record.outcome == "promote"
+
+
+def test_a_monitor_needs_answers_of_stable_before_a_promotion():
+    evaluations = Evaluations()
+    evaluations.result = EvaluationResult(True, 1, "the command exited with code 0")
+    chain = GatedChain()
+    gate = chain.gate(GatePolicy((Limit.parse("length:+20%", must_hold=False),), evaluate=True), evaluator=evaluations)
+    gate.look()
+    chain.answer([Answered("canary", 3)] * 100 + [Answered("stable", 2)] * 99)
+    assert gate.look().record.why == "length:+20% needs 100 answers of each channel, and has 100 of the canary and 99 of stable"
+    chain.answer([Answered("stable", 2)])
+    assert gate.look().record.outcome == "promote"
 
 
 def test_an_evaluation_is_made_once_and_is_evidence():

@@ -16,8 +16,8 @@ POLICY = GatePolicy((BETTER, LENGTH), min_answers=50)
 UNIT = Range(0.0, 1.0)
 
 
-def finding(limit=BETTER, verdict="open"):
-    return LimitFinding(limit.text, limit.must_hold, GroupMean(60, 0.5), GroupMean(60, 0.5), 40, -0.2, 0.2, verdict)
+def finding(limit=BETTER, verdict="open", canary=100, stable=100):
+    return LimitFinding(limit.text, limit.must_hold, GroupMean(canary, 0.5), GroupMean(stable, 0.5), 40, -0.2, 0.2, verdict)
 
 
 def samples(canary, stable, count=2000, seed=5):
@@ -154,6 +154,18 @@ def test_a_monitor_needs_answers_before_the_evaluation_promotes():
     early = decide(policy, [finding(LENGTH)], PASSED, 99, 0.0)
     assert (early.outcome, early.why) == ("continue", "the canary has given 99 of 100 answers")
     assert decide(policy, [finding(LENGTH)], PASSED, 100, 0.0).outcome == "promote"
+
+
+@pytest.mark.parametrize("must_hold", [False, True])
+@pytest.mark.parametrize(("canary", "stable"), [(100, 99), (0, 100), (100, 0)])
+def test_a_promotion_needs_answers_of_each_channel_for_each_limit(must_hold, canary, stable):
+    limit = Limit.parse("bad_tool_calls:+0.1", must_hold=must_hold)
+    found = [finding(limit, "holds", canary, stable)]
+    policy = GatePolicy((limit,), evaluate=True)
+    early = decide(policy, found, PASSED, 100, 0.0)
+    told = f"bad_tool_calls:+0.1 needs 100 answers of each channel, and has {canary} of the canary and {stable} of stable"
+    assert (early.outcome, early.why) == ("continue", told)
+    assert decide(policy, found, PASSED, 100, 0.0, may_stay_empty=[limit.text]).outcome == "promote"
 
 
 def test_an_evaluation_that_was_not_asked_for_decides_nothing():

@@ -89,7 +89,8 @@ def gate(
             "--min-answers",
             min=1,
             metavar="N",
-            help="With --metric or --monitor: judge and promote nothing before the canary has given this many answers.",
+            help="With --metric or --monitor: judge nothing before the canary has given this many answers, and promote nothing before "
+            "each limit has as many of each channel.",
         ),
     ] = 100,
     min_seconds: Annotated[

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from ...fleet.rules.live_tasks import LiveItem
 from ...format.records.live_records import Metric
 from .join import Joined, Pending, StoredFeedback, Waiting, join
-from .revisions import FEWEST_REVISIONS, MOST_REVISIONS, least_needed
+from .revisions import FEWEST_REVISIONS, MOST_REVISIONS, fair_share, least_needed
 
 _Name: TypeAlias = tuple[str | None, str]
 """The caller and the id of feedback. Each caller has its own ids, so that nobody can use up those of others."""
@@ -31,8 +31,7 @@ class JoinTable:
     most_pending
         The most interactions that wait at the same time. `is_full` says that there are as many.
     most_feedback
-        The most feedback that is kept. Above that, revisions are dropped where there are most of them, then the oldest feedback without an
-        interaction.
+        The most feedback that is kept. Above that, the callers with the most feedback lose some of theirs.
     """
 
     def __init__(self, metrics: Sequence[Metric], *, most_pending: int = 200_000, most_feedback: int = 500_000) -> None:
@@ -215,16 +214,31 @@ class JoinTable:
             self.counts["dropped"] += 1
 
     def _shrink(self) -> None:
-        """Drop feedback above the limit: first revisions where there are most, then the oldest without an interaction, then the oldest."""
+        """Drop feedback above the limit, of the callers that have the most.
+
+        They lose revisions where there are most, then the oldest feedback without an interaction, then the oldest.
+        """
+        if len(self._feedback) <= self._most_feedback:
+            return
+        counts = Counter(caller for caller, _ in self._feedback)
+        share = fair_share(counts.values(), self._most_feedback)
         most = MOST_REVISIONS
         while len(self._feedback) > self._most_feedback and most > FEWEST_REVISIONS:
             most //= 2
-            for names in [names for voices in self._given.values() for names in voices.values() if len(names) > most]:
+            every = [(caller, names) for voices in self._given.values() for (caller, _), names in voices.items()]
+            for names in [names for caller, names in every if counts[caller] > share and len(names) > most]:
                 self._thin(names, most)
         excess = len(self._feedback) - self._most_feedback
         if excess > 0:
-            ordered = sorted(self._feedback.values(), key=lambda one: (one.feedback.target in self._targets, one.order))
-            for one in ordered[:excess]:
+            found = sorted(self._feedback.values(), key=lambda one: (one.feedback.target in self._targets, one.order), reverse=True)
+            better: Counter[str | None] = Counter()
+            places = []
+            for one in found:
+                places.append((better[one.feedback.caller], one))  # how many pieces of its caller are better
+                better[one.feedback.caller] += 1
+            places.reverse()
+            places.sort(key=lambda each: each[0], reverse=True)
+            for _, one in places[:excess]:
                 self._forget(_name(one))
             self.counts["dropped"] += excess
 

@@ -1,4 +1,4 @@
-"""Bounds the revisions that one caller gives of one metric of one answer or episode. Only the caller that sends too many notices it."""
+"""Bounds the feedback that one caller gives, and its revisions. Only the caller that sends too much notices it."""
 
 from __future__ import annotations
 
@@ -30,3 +30,22 @@ def least_needed(revisions: Iterable[StoredFeedback]) -> StoredFeedback:
             return one
         counted.append(one)
     return min(pairwise(counted), key=lambda pair: pair[1].stored - pair[0].stored)[0]
+
+
+def fair_share(counts: Iterable[int], most: int) -> int:
+    """Return how much feedback each caller may keep so that all together have at most `most`. Callers that have less keep all of it.
+
+    Parameters
+    ----------
+    counts
+        How much feedback each caller has.
+    most
+        How much feedback all callers may have.
+    """
+    ordered, left = sorted(counts), most
+    for index, count in enumerate(ordered):
+        share = left // (len(ordered) - index)
+        if count > share:
+            return share
+        left -= count
+    return most
