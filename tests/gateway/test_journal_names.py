@@ -50,6 +50,23 @@ def test_sessions_that_ended_are_not_in_use(tmp_path: Path) -> None:
         journal.close()
 
 
+def test_a_gateway_leaves_the_journals_of_other_runs(tmp_path: Path) -> None:
+    mine, other, old = "a" * 32, "b" * 32, None
+    sessions = {mine: "g.000000000000000a", other: "g.000000000000000b", old: "g.000000000000000c"}
+    for run, session in sessions.items():
+        Journal(tmp_path, session, run=run).close()
+    found = list(ended_sessions(tmp_path, run=mine))
+    assert [journal.session for journal in found] == [sessions[mine], sessions[old]]  # an older release did not note the run
+    held = [Journal(tmp_path, "g.000000000000000d", run=other), Journal(tmp_path, "g.000000000000000e", run=mine)]
+    assert sessions_in_use(tmp_path, "g", found, run=mine) == ["g.000000000000000e"]
+    for journal in [*found, *held]:
+        journal.close()
+    again = list(ended_sessions(tmp_path, run=other))
+    assert [journal.session for journal in again] == [sessions[other], sessions[old], "g.000000000000000d"]
+    for journal in again:
+        journal.close()
+
+
 def test_the_event_names_the_journal_whose_disk_is_full(tmp_path: Path) -> None:
     class Full:
         def drop_intent(self, name: str) -> None:

@@ -101,9 +101,9 @@ class _Gateway:
         _make_folder(options.journal)
         secret = options.user_key or _own_secret(options.journal)
         async with contextlib.AsyncExitStack() as open_parts:
-            ended = list(ended_sessions(options.journal))
-            shared = sessions_in_use(options.journal, options.name, ended)
-            journal = Journal(options.journal, session)
+            ended = list(ended_sessions(options.journal, run=run))
+            shared = sessions_in_use(options.journal, options.name, ended, run=run)
+            journal = Journal(options.journal, session, run=run)
             client = await open_parts.enter_async_context(EngineClient())
             names = {address.channel for address in options.engines}
             loop = asyncio.get_running_loop()

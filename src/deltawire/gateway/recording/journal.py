@@ -1,6 +1,6 @@
 """Keeps on disk what the store does not have yet, so that a gateway that is killed loses nothing.
 
-    {journal}/{session}/lock                               held while a process uses the session
+    {journal}/{session}/lock                               held while a process uses the session; has the id of the run
     {journal}/{session}/intents.log                        answers that were given; "done" when their row is synced, or never will be
     {journal}/{session}/rows-{log}.log                     a row log: what is recorded of some answers
     {journal}/{session}/{number}-{blake3}.{log}.bin        the last file of interactions that was made of a row log
@@ -34,6 +34,7 @@ from blake3 import blake3
 
 from ...format.interactions import MAX_INTERACTIONS
 from ...format.live_parts import is_session
+from ...format.records.record_parts import NONCE
 from .journal_log import DONE, INTENT, RECORD, JournalDisk, RowLog, read_rows, write_all
 
 MOST_ROWS, MOST_ROW_BYTES = 512, 8 << 20
@@ -94,13 +95,17 @@ class Journal:
         The directory of all sessions.
     session
         The session.
+    run
+        The id of the run whose answers are recorded. It is noted in a new journal.
     disk
         The operations on the disk.
     most_rows
         The most rows of a row log.
     """
 
-    def __init__(self, folder: Path, session: str, *, disk: JournalDisk | None = None, most_rows: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, session: str, *, run: str | None = None, disk: JournalDisk | None = None, most_rows: int | None = None
+    ) -> None:
         self.session = session
         self._most_rows = most_rows or MOST_ROWS
         self.is_closed = False
@@ -116,6 +121,9 @@ class Journal:
         except OSError:
             os.close(self._held)
             raise
+        if run is not None and os.fstat(self._held).st_size == 0:
+            os.write(self._held, run.encode())
+            os.fsync(self._held)
         self._unmarked: list[str] = []
         self._unsynced: dict[str, bytes] = {}
         """The intents whose row is written, but perhaps not on the disk."""
@@ -431,10 +439,15 @@ class Journal:
         self._sync_names()
 
 
-def ended_sessions(folder: Path, *, disk: JournalDisk | None = None, most_rows: int | None = None) -> Iterator[Journal]:
-    """Yield the journals of sessions that no process uses now. The parameters are those of `Journal`."""
+def ended_sessions(
+    folder: Path, *, run: str | None = None, disk: JournalDisk | None = None, most_rows: int | None = None
+) -> Iterator[Journal]:
+    """Yield the journals of sessions that no process uses now. The parameters are those of `Journal`.
+
+    Sessions of other runs than `run` are left out. A journal of an older release does not name its run, and counts as one of every run.
+    """
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.is_dir() and is_session(path.name):
+        if path.is_dir() and is_session(path.name) and _may_be_of(run, path):
             try:
                 yield Journal(folder, path.name, disk=disk, most_rows=most_rows)
             except OSError as error:
@@ -442,8 +455,8 @@ def ended_sessions(folder: Path, *, disk: JournalDisk | None = None, most_rows: 
                     raise
 
 
-def sessions_in_use(folder: Path, name: str, ended: Iterable[Journal]) -> list[str]:
-    """Return the sessions of gateways with a name that other processes hold at present.
+def sessions_in_use(folder: Path, name: str, ended: Iterable[Journal], *, run: str | None = None) -> list[str]:
+    """Return the sessions of gateways of a run with a name that other processes hold at present.
 
     Parameters
     ----------
@@ -453,10 +466,21 @@ def sessions_in_use(folder: Path, name: str, ended: Iterable[Journal]) -> list[s
         The name of the gateways.
     ended
         What `ended_sessions` gave: the sessions that no other process holds.
+    run
+        The id of the run. None means all runs.
     """
     free = {journal.session for journal in ended}
-    found = sorted(path.name for path in folder.iterdir() if is_session(path.name))
+    found = sorted(path.name for path in folder.iterdir() if is_session(path.name) and _may_be_of(run, path))
     return [session for session in found if session not in free and session.rpartition(".")[0] == name]
+
+
+def _may_be_of(run: str | None, session: Path) -> bool:
+    """Return whether a session is of a run, or does not say of which one."""
+    try:
+        noted = (session / "lock").read_text(errors="replace")
+    except OSError:  # it is removed just now, or never had a lock
+        return True
+    return run is None or NONCE.fullmatch(noted) is None or noted == run
 
 
 def _interactions(row: Mapping[str, Any]) -> int:
