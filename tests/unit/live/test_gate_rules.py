@@ -182,5 +182,5 @@ def test_the_least_value_of_a_score():
 
 def test_a_reason_tells_means_apart_from_counts():
     found = LimitFinding(BETTER.text, True, GroupMean(30, 1.0), GroupMean(19, 0.125), 40, 0.1, 0.9, "holds")
-    decision = decide(GatePolicy((BETTER,), min_answers=30), [found], None, 30, 0.0)
+    decision = decide(GatePolicy((BETTER,), min_answers=19), [found], None, 30, 0.0)
     assert decision.why == "solved:-0 holds: canary mean 1 (30 answers), stable mean 0.125 (19 answers)"
