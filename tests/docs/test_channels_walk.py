@@ -87,7 +87,7 @@ def test_the_gate_promotes_the_canary_of_the_page(folder: Path, capsys: pytest.C
         if not written.startswith("continue: "):
             break
         time.sleep(0.2)
-    assert "promote commit 3  solved:-0 holds: canary 1 of " in written
+    assert "promote commit 3  solved:-0 holds: canary mean 1 (" in written
     with ReaderOptions().open_store("runs/tiny") as store:
         moves = [(move.kind, move.target.seq) for move in ChannelReader(ReaderOptions().open_log(store), "stable").history()]
     assert moves == [("promote", 3), ("promote", 1)]

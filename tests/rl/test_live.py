@@ -182,8 +182,10 @@ def test_ripe_shows_what_a_trainer_would_use() -> None:
     assert list(store.list(live_keys.METRICS)) == []  # a look declares nothing
     with pytest.raises(NoMetrics):
         LiveTraffic(store).ripe()
-    run_steps(LiveTraffic(metrics=[RATING]).open(file.rollouts.run, FleetKeyring(), ticks=time.monotonic, on_event=None), store)
-    assert LiveTraffic(store).ripe() == found  # a trainer has declared the metrics now
+    with pytest.raises(ValueError, match="pass the metrics"):
+        LiveTraffic(store).declare()
+    LiveTraffic(store, metrics=[RATING]).declare()
+    assert LiveTraffic(store).ripe() == found
     events: list[Event] = []
     later = LiveTraffic(metrics=[replace(RATING, window=601), replace(RATING, name="other")])
     for _ in range(2):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -73,27 +74,31 @@ class LiveTraffic:
         self._store_options = store_options
         self._joiner: JoinerSteps | None = None
 
+    def declare(self) -> None:
+        """Declare `metrics` without a trainer, so that gateways and gates know them.
+
+        They replace the declaration in force as a whole. On a signed chain only a trainer can declare metrics.
+        """
+        if self._metrics is None:
+            raise ValueError("pass the metrics to LiveTraffic")
+        with self._requests() as (store, pool):
+            run = ChainLog(store, run=self._run, trusted_keys=self._keyring.trusted).run.id
+            run_steps(self._declare(run, self._keyring, self._on_event), store, sleep=time.sleep, pool=pool)
+
     def ripe(self) -> list[Joined]:
         """Look once at the store, and return the interactions that have their rewards, in the order in which they were stored.
 
         Interactions that a trainer has used already are among them as long as their files are in the store. Nothing is written: `metrics`
-        count for this look, and only a trainer declares them. Raises `NoMetrics` if none are given and none are declared.
+        count for this look; `declare` or a trainer declares them. Raises `NoMetrics` if none are given and none are declared.
         """
-        if self._url is None:
-            raise ValueError("pass the url of the run to LiveTraffic")
-        store = open_store(self._url, options=self._store_options, on_event=self._on_event)
-        try:
-            with ThreadPoolExecutor(MOST_TOGETHER) as pool:
-                if self._joiner is None:
-                    run = ChainLog(store, run=self._run, trusted_keys=self._keyring.trusted).run.id
-                    metrics = self._metrics
-                    if metrics is None:
-                        metrics = run_steps(self._declare(run, self._keyring, self._on_event), store, sleep=time.sleep, pool=pool).metrics
-                    self._joiner = self._joining(run, metrics, time.monotonic, self._on_event)
-                run_steps(self._joiner.look(), store, sleep=time.sleep, pool=pool)
-        finally:
-            if store is not self._url:
-                store.close()
+        with self._requests() as (store, pool):
+            if self._joiner is None:
+                run = ChainLog(store, run=self._run, trusted_keys=self._keyring.trusted).run.id
+                metrics = self._metrics
+                if metrics is None:
+                    metrics = run_steps(self._declare(run, self._keyring, self._on_event), store, sleep=time.sleep, pool=pool).metrics
+                self._joiner = self._joining(run, metrics, time.monotonic, self._on_event)
+            run_steps(self._joiner.look(), store, sleep=time.sleep, pool=pool)
         return self._joiner.ripe()
 
     @property
@@ -118,6 +123,18 @@ class LiveTraffic:
         found = yield from self._declare(run, keyring, on_event)
         self._joiner = self._joining(run, found.metrics, ticks, on_event)
         return self._joiner
+
+    @contextlib.contextmanager
+    def _requests(self) -> Iterator[tuple[Store, ThreadPoolExecutor]]:
+        if self._url is None:
+            raise ValueError("pass the url of the run to LiveTraffic")
+        store = open_store(self._url, options=self._store_options, on_event=self._on_event)
+        try:
+            with ThreadPoolExecutor(MOST_TOGETHER) as pool:
+                yield store, pool
+        finally:
+            if store is not self._url:
+                store.close()
 
     def _declare(self, run: str, keyring: FleetKeyring, on_event: OnEvent | None) -> Steps[Metrics]:
         nonce, clock = lambda: secrets.token_hex(16), lambda: int(time.time() * 1000)
