@@ -5,6 +5,7 @@ It trains a tiny model and publishes every step. Rank 0 also writes the full mod
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -103,6 +104,7 @@ def run(rank: int, size: int, port: int, task: dict[str, object]) -> None:
     """Run one process of the job. It writes an exception to a file, so that the test can read it."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
+    faulthandler.enable()  # a rank that a signal kills prints its stacks
     try:
         _run(rank, task)
     except BaseException:
