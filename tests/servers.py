@@ -27,6 +27,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from forked_python import ForkedPopen
 
 from deltawire.store import Store, StoreOptions, open_store
 
@@ -151,6 +152,20 @@ def running(command: Sequence[str], log: Path, ready: Callable[[], bool], folder
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@contextlib.contextmanager
+def serving_command(*arguments: object) -> Iterator[str]:
+    """Run a command of deltawire that serves. Yield its address, which is its first line. It must end well after SIGTERM."""
+    process = ForkedPopen("torch", ["-m", "deltawire.cli", *map(str, arguments)], stdout=subprocess.PIPE, text=True)
+    with process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+            process.stdout.read()
+    assert process.returncode == 0
 
 
 def answers(port: int) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,9 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from forked_python import ForkedPopen
 from markdown_blocks import ROOT, Block, blocks, blocks_run_by
 from running_blocks import as_run, run_python, run_shell
+from servers import serving_command
 from terminal import commands_in, run_in_terminal
 
 from deltawire import ReaderOptions
@@ -32,20 +30,6 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="dw-", dir="/tmp") as name, monkeypatch.context() as inside:
         inside.chdir(name)
         yield Path(name)
-
-
-@contextlib.contextmanager
-def server(command: str) -> Iterator[str]:
-    """Run a command that serves. Yield its address, which is its first line. It must end well after SIGTERM."""
-    process = ForkedPopen("torch", ["-m", "deltawire.cli", *shlex.split(command)[1:]], stdout=subprocess.PIPE, text=True)
-    with process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().strip()
-        finally:
-            process.terminate()
-            process.stdout.read()
-    assert process.returncode == 0
 
 
 def one_in_language(language: str, found: list[Block]) -> Block:
@@ -68,9 +52,9 @@ def test_the_gate_promotes_the_canary_of_the_page(folder: Path, capsys: pytest.C
     stable, canary, gateway = (each.removesuffix(" &") for each in servers)
     with ExitStack() as running:
         for port, command in (("8000", stable), ("8001", canary)):
-            address = running.enter_context(server(as_run(command, {f"--port {port}": "--port 0"})))
+            address = running.enter_context(serving_command(*shlex.split(as_run(command, {f"--port {port}": "--port 0"}))[1:]))
             gateway = as_run(gateway, {f"http://127.0.0.1:{port}": address})
-        address = running.enter_context(server(f"{gateway} --port 0 --journal journal"))
+        address = running.enter_context(serving_command(*shlex.split(f"{gateway} --port 0 --journal journal")[1:]))
         while json.loads(httpx.get(f"{address}/healthz", trust_env=False).content)["up"] < 2:
             time.sleep(0.05)
         asked = run_python(asking, {"http://127.0.0.1:7800": address})

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
-from forked_python import ForkedPopen, forked_run
+from forked_python import forked_run
 from gateway_scene import Scene, stored_feedback, wait_until
+from servers import serving_command
 from tiny_policy import TinyPolicy
 
 from deltawire.store import Store
-
-
-@contextlib.contextmanager
-def command(*arguments: object) -> Iterator[str]:
-    """Run a command that serves. Yield its address, which is its first line. It must end well after SIGTERM."""
-    process = ForkedPopen("torch", ["-m", "deltawire.cli", *map(str, arguments)], stdout=subprocess.PIPE, text=True)
-    with process:
-        try:
-            assert process.stdout is not None
-            yield process.stdout.readline().strip()
-        finally:
-            process.terminate()
-            process.stdout.read()
-    assert process.returncode == 0
 
 
 def move(*arguments: object) -> None:
@@ -38,8 +23,8 @@ def test_commands_answer_record_and_follow_a_channel(policy: TinyPolicy, store: 
     move("promote", chain, "stable", "--version", 1)
     move("promote", chain, "stable", "--version", 2)
     with (
-        command("serve", "--from", chain, "--channel", "stable", "--port", 0, "--poll", 0.05) as engine,
-        command("gateway", "--from", chain, "--engine", f"stable={engine}", "--port", 0, "--journal", tmp_path / "journal") as url,
+        serving_command("serve", "--from", chain, "--channel", "stable", "--port", 0, "--poll", 0.05) as engine,
+        serving_command("gateway", "--from", chain, "--engine", f"stable={engine}", "--port", 0, "--journal", tmp_path / "journal") as url,
     ):
         scene = Scene(store, url, [])
         status, body, headers = scene.chat()

@@ -121,9 +121,6 @@ class Journal:
         except OSError:
             os.close(self._held)
             raise
-        if run is not None and os.fstat(self._held).st_size == 0:
-            os.write(self._held, run.encode())
-            os.fsync(self._held)
         self._unmarked: list[str] = []
         self._unsynced: dict[str, bytes] = {}
         """The intents whose row is written, but perhaps not on the disk."""
@@ -134,6 +131,9 @@ class Journal:
         self._room = self._new_room()
         self._has_new_names = True
         try:
+            if run is not None and os.fstat(self._held).st_size == 0:
+                os.write(self._held, run.encode())
+                os.fsync(self._held)
             self._disk.sync_folder(folder)
             row_logs = [number for number, _ in self._row_logs()]
             self._drop_damaged(row_logs)
